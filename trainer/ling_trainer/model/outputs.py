@@ -1,0 +1,27 @@
+"""What a model returns. Auxiliaries are values, never looked up by name.
+
+B sequences, S tokens, D hidden width; R loss groups (virtual Megatron ranks; the rows of a
+micro-batch are R consecutive equal blocks); L MoE layers then MTP blocks; E experts.
+"""
+
+from flax import struct
+from jax import Array
+from jaxtyping import Float, Int
+
+
+@struct.dataclass
+class RouterStats:
+    """Statistics of every router over the valid tokens (segment_ids != 0) of one micro-batch."""
+
+    aux: Float[Array, "R L"]  # balance loss, no coefficient: E / (k T^2) sum_i count_i sum_t q_ti
+    z: Float[Array, "R L"]  # mean over tokens of logsumexp(raw logits)^2, no coefficient
+    expert_counts: Int[Array, "L E"]  # tokens routed to each expert
+
+
+@struct.dataclass
+class ModelOutputs:
+    """Hidden states before the output head, after the final norm, and the routers' statistics."""
+
+    hidden: Float[Array, "B S D"]
+    mtp_hidden: tuple[Float[Array, "B S D"], ...]  # one for each prediction depth
+    router: RouterStats
