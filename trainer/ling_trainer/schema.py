@@ -2,6 +2,7 @@
 
 import types
 import typing
+from collections.abc import Iterable
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
@@ -29,7 +30,7 @@ class Schema(BaseModel):
     )
 
 
-def require(rules: typing.Iterable[tuple[bool, str]]) -> None:
+def require(rules: Iterable[tuple[bool, str]]) -> None:
     """Raise ValueError with the message of every (holds, message) rule that does not hold."""
     broken = [message for holds, message in rules if not holds]
     if broken:

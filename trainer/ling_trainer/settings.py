@@ -33,7 +33,7 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
     preset = next((n["preset"] for n in reversed(normal) if n.get("preset") is not None), None)
     merged: Settings = {}
     for layer in [preset_settings(preset), *normal]:
-        merged = _merge(merged, layer)
+        merged = _merge(_without_batch_size(merged, layer), layer)
     try:
         return RunConfig.model_validate(merged, strict=True)
     except ValidationError as error:
@@ -163,12 +163,18 @@ def _merge(base: Settings, over: Mapping[str, Any]) -> Settings:
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        if key in _BATCH_SIZES:  # exactly one may be set: a later layer's choice replaces both
-            for name in _BATCH_SIZES:
-                result.pop(name, None)
         nested = isinstance(old, Mapping) and isinstance(value, Mapping)
         result[key] = _merge(dict(old), value) if nested else value  # type: ignore[arg-type]
     return result
+
+
+def _without_batch_size(base: Settings, over: Settings) -> Settings:
+    """Drop the batch size of earlier layers where the next one chooses: one alone may be set."""
+    chosen = over.get("data")
+    if not isinstance(chosen, Mapping) or all(chosen.get(name) is None for name in _BATCH_SIZES):
+        return base
+    data = {k: v for k, v in base.get("data", {}).items() if k not in _BATCH_SIZES}
+    return {**base, "data": data}
 
 
 def _snake(schema: type[Schema], location: tuple[int | str, ...]) -> list[str]:

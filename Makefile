@@ -1,0 +1,49 @@
+.DEFAULT_GOAL := help
+SHELL := bash
+PY := .venv/bin/python
+READY := .venv/.installed
+CODE := operator trainer tests scripts
+
+.PHONY: help setup demo test test-fast lint types fmt manifests programs lock clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY) ## Create .venv from the hashed locks
+
+$(READY): requirements/dev.txt requirements/uv.txt pyproject.toml scripts/setup.sh
+	@bash scripts/setup.sh
+
+demo: $(READY) ## Train a tiny Ling2 on real text, then halt a run with an injected NaN
+	@$(PY) scripts/demo.py
+
+programs: $(READY) ## Build the control plane that the tests run against (once)
+	@$(PY) tests/cluster/lingcluster/build.py
+
+test: lint types programs ## Everything: lint, types, all tests, the real control plane included
+	@$(PY) -m pytest
+
+test-fast: $(READY) ## Tests that need neither the control plane nor much time
+	@$(PY) -m pytest -m "not cluster and not slow"
+
+lint: $(READY) ## ruff, import-linter, codespell
+	@.venv/bin/ruff check $(CODE)
+	@.venv/bin/ruff format --check $(CODE)
+	@.venv/bin/lint-imports
+	@.venv/bin/codespell operator trainer tests scripts docs manifests README.md CONTRIBUTING.md CHANGELOG.md
+
+types: $(READY) ## pyright
+	@.venv/bin/pyright
+
+fmt: $(READY) ## Format the code
+	@.venv/bin/ruff check --fix-only --quiet $(CODE)
+	@.venv/bin/ruff format $(CODE)
+
+manifests: $(READY) ## Write manifests/crd from api.py
+	@$(PY) -m ling_operator.crd
+
+lock: $(READY) ## Resolve requirements/ again from pyproject.toml
+	@bash scripts/lock.sh
+
+clean: ## Remove what the other targets made in this folder
+	rm -rf .venv demo runs build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
