@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from ling_trainer.config import RunConfig
 from ling_trainer.presets import PRESETS
 from ling_trainer.schema import ConfigError, field_paths
