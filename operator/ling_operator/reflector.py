@@ -1,0 +1,198 @@
+"""A cache of one kind of object that survives silence, expiry and restarts of the API server."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ling_operator.rest import ApiError, JsonObject, RestClient, WatchIdleError
+
+type Key = tuple[str, str]
+"""Namespace and name."""
+
+PAGE = 500
+WATCH_SECONDS = (240.0, 300.0)
+FIRST_BACKOFF_SECONDS = 0.2
+LONGEST_BACKOFF_SECONDS = 30.0
+_HTTP_GONE = 410
+_SETTLED_SECONDS = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What happened to an object: its new state, or its last one if it is deleted."""
+
+    object: JsonObject
+    deleted: bool
+
+
+def key_of(item: JsonObject) -> Key:
+    """Return an object's namespace ('' for none) and name."""
+    metadata = item["metadata"]
+    return metadata.get("namespace", ""), metadata["name"]
+
+
+class Reflector:
+    """Lists, then watches, for ever; `objects` is what the API server last said.
+
+    A deletion that happened while no watch was open is found by the next list and reported like
+    any other. Callers must not change the objects.
+
+    Attributes:
+      kind: for logs and metrics, such as 'pods'.
+      synced: set after the first complete list.
+      relists: number of complete lists.
+    """
+
+    def __init__(
+        self,
+        client: RestClient,
+        path: str,
+        *,
+        kind: str,
+        on_change: Callable[[Change], None],
+        label_selector: str | None = None,
+        watch_seconds: tuple[float, float] = WATCH_SECONDS,
+    ) -> None:
+        self.kind = kind
+        self.synced = asyncio.Event()
+        self.relists = 0
+        self._client = client
+        self._path = path
+        self._on_change = on_change
+        self._selection = {"labelSelector": label_selector} if label_selector else {}
+        self._watch_seconds = watch_seconds
+        self._objects: dict[Key, JsonObject] = {}
+        self._resource_version: str | None = None
+        self._backoff = FIRST_BACKOFF_SECONDS
+        self._last_event = self._last_activity = time.monotonic()
+        self._last_problem: str | None = None
+
+    @property
+    def objects(self) -> Mapping[Key, JsonObject]:
+        """The cache, read-only."""
+        return MappingProxyType(self._objects)
+
+    @property
+    def last_event_age(self) -> float:
+        """Seconds since a list, an event or a bookmark arrived: how old the cache may be."""
+        return time.monotonic() - self._last_event
+
+    @property
+    def last_activity_age(self) -> float:
+        """Seconds since anything happened, failed attempts included: is the loop itself alive?"""
+        return time.monotonic() - self._last_activity
+
+    async def run(self) -> None:
+        """Keep the cache current until cancelled; errors are logged and retried."""
+        while True:
+            started = time.monotonic()
+            try:
+                if self._resource_version is None:
+                    await self._list()
+                await self._watch()
+                settled = time.monotonic() - started > _SETTLED_SECONDS
+                problem = None if settled else "the watch ended at once"
+                self._backoff = FIRST_BACKOFF_SECONDS if settled else self._backoff
+            except WatchIdleError as error:
+                # A watch from a resource version that the server never had (an etcd restored from
+                # a backup) is silent for ever, so only a new list helps.
+                self._resource_version = None
+                problem = str(error)
+            except ApiError as error:
+                if error.status is not None:
+                    self._resource_version = None
+                problem = str(error)
+            self._last_activity = time.monotonic()
+            if problem is not None:
+                await self._pause(problem)
+
+    async def _pause(self, problem: str) -> None:
+        if problem != self._last_problem:
+            _log.warning("watch interrupted", extra={"kind": self.kind, "error": problem})
+            self._last_problem = problem
+        # Jitter, so that a thousand watches do not return in step; no secret depends on it.
+        await asyncio.sleep(self._backoff * random.uniform(0.5, 1.0))  # noqa: S311
+        self._backoff = min(self._backoff * 2, LONGEST_BACKOFF_SECONDS)
+
+    async def _list(self) -> None:
+        """Read every page, then replace the cache and report what changed."""
+        found: dict[Key, JsonObject] = {}
+        page: dict[str, str] = {}
+        while True:
+            answer = await self._client.get(self._path, **self._selection, **page, limit=str(PAGE))
+            for item in answer["items"]:
+                found[key_of(item)] = _trim(item)
+            token = answer["metadata"].get("continue")
+            if not token:
+                break
+            page = {"continue": token}
+        gone = [item for key, item in self._objects.items() if key not in found]
+        self._objects = found
+        self._resource_version = answer["metadata"]["resourceVersion"]
+        self.relists += 1
+        self._mark_event()
+        _log.info("listed", extra={"kind": self.kind, "objects": len(found)})
+        for item in gone:
+            self._on_change(Change(object=item, deleted=True))
+        for item in found.values():
+            self._on_change(Change(object=item, deleted=False))
+        self.synced.set()
+
+    async def _watch(self) -> None:
+        """Follow events until the server closes the stream.
+
+        Raises:
+          ApiError: refused, broken or expired.
+          WatchIdleError: silence.
+        """
+        low, high = self._watch_seconds
+        seconds = random.uniform(low, high)  # noqa: S311 - see _pause
+        events = self._client.watch(
+            self._path,
+            **self._selection,
+            watch="true",
+            allowWatchBookmarks="true",
+            resourceVersion=self._resource_version or "",
+            timeoutSeconds=str(max(1, int(seconds))),
+        )
+        async for event in events:
+            kind, item = event["type"], event["object"]
+            if kind == "ERROR":
+                raise _stream_error(item)
+            self._resource_version = item["metadata"]["resourceVersion"]
+            self._mark_event()
+            self._backoff = FIRST_BACKOFF_SECONDS
+            self._last_problem = None
+            if kind != "BOOKMARK":
+                self._apply(_trim(item), deleted=kind == "DELETED")
+
+    def _apply(self, item: JsonObject, *, deleted: bool) -> None:
+        if deleted:
+            self._objects.pop(key_of(item), None)
+        else:
+            self._objects[key_of(item)] = item
+        self._on_change(Change(object=item, deleted=deleted))
+
+    def _mark_event(self) -> None:
+        self._last_event = self._last_activity = time.monotonic()
+
+
+def _trim(item: JsonObject) -> JsonObject:
+    """Drop who-set-what: half of an object's size, and nothing here reads it."""
+    item["metadata"].pop("managedFields", None)
+    return item
+
+
+def _stream_error(status: JsonObject) -> ApiError:
+    """Read an ERROR event: an expired watch is HTTP 200 with one of these, code 410."""
+    return ApiError(
+        status=int(status.get("code") or _HTTP_GONE),
+        reason=str(status.get("reason", "")),
+        message=str(status.get("message", "the watch failed")),
+    )

@@ -1,0 +1,246 @@
+"""A small asynchronous client of the Kubernetes REST API: JSON in, JSON out, and watches."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, Self, cast
+
+import aiohttp
+
+from ling_operator.connection import Connection
+
+type JsonObject = dict[str, Any]
+
+CONNECT_SECONDS = 10.0
+REQUEST_SECONDS = 60.0
+READ_IDLE_SECONDS = 90.0  # the API server sends a bookmark a minute on an idle watch
+_TOKEN_SECONDS = 30.0
+
+JSON = "application/json"
+MERGE_PATCH = "application/merge-patch+json"
+
+
+class ApiError(Exception):
+    """The API server refused a request, or did not answer.
+
+    Attributes:
+      status: HTTP status, or None where there was no answer.
+      reason: the Status object's reason, such as AlreadyExists; empty without one.
+      message: a sentence for people.
+    """
+
+    def __init__(self, *, status: int | None, reason: str, message: str) -> None:
+        super().__init__(f"{status or 'no answer'} {reason}: {message}" if reason else message)
+        self.status = status
+        self.reason = reason
+        self.message = message
+
+    @property
+    def is_conflict(self) -> bool:
+        """The object changed, exists already, or is another one now: look again."""
+        return self.status == HTTPStatus.CONFLICT
+
+    @property
+    def is_not_found(self) -> bool:
+        """The object, or its kind, does not exist."""
+        return self.status == HTTPStatus.NOT_FOUND
+
+    @property
+    def is_expired(self) -> bool:
+        """The resource version or the list's continuation is too old: list again."""
+        return self.status == HTTPStatus.GONE
+
+
+class WatchIdleError(Exception):
+    """A watch was silent for so long that its connection must be dead."""
+
+
+class RestClient:
+    """Talks to one API server; use as an asynchronous context manager."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        read_idle_seconds: float = READ_IDLE_SECONDS,
+        request_seconds: float = REQUEST_SECONDS,
+    ) -> None:
+        self._connection = connection
+        self._read_idle_seconds = read_idle_seconds
+        self._request_seconds = request_seconds
+        self._session: aiohttp.ClientSession | None = None
+        self._authorization: str | None = None
+        self._authorization_until = 0.0
+
+    async def __aenter__(self) -> Self:
+        """Open the connection pool."""
+        connector = aiohttp.TCPConnector(limit=64, ssl=self._connection.tls or True)
+        self._session = aiohttp.ClientSession(connector=connector)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close every connection."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def get(self, path: str, **params: str) -> JsonObject:
+        """Read an object or a list."""
+        return await self._request("GET", path, params=params)
+
+    async def text(self, path: str, **params: str) -> str:
+        """Read a subresource that is not JSON, such as a pod's log."""
+        return await self._exchange("GET", path, params=params)
+
+    async def post(self, path: str, body: JsonObject) -> JsonObject:
+        """Create an object."""
+        return await self._request("POST", path, body=body)
+
+    async def put(self, path: str, body: JsonObject) -> JsonObject:
+        """Replace an object; a resourceVersion in it makes a stale write fail with 409."""
+        return await self._request("PUT", path, body=body)
+
+    async def merge_patch(self, path: str, body: JsonObject) -> JsonObject:
+        """Change the named fields; a uid in metadata makes a patch of another object fail."""
+        return await self._request("PATCH", path, body=body, content_type=MERGE_PATCH)
+
+    async def delete(self, path: str, *, uid: str, propagation: str) -> JsonObject:
+        """Delete the object of this uid and no other.
+
+        Args:
+          path: the object's.
+          uid: precondition; another object of that name answers 409.
+          propagation: Foreground, Background or Orphan.
+        """
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": uid},
+            "propagationPolicy": propagation,
+        }
+        return await self._request("DELETE", path, body=body)
+
+    async def watch(self, path: str, **params: str) -> AsyncGenerator[JsonObject]:
+        """Yield watch events until the server ends the stream.
+
+        Raises:
+          ApiError: the server refused, or the connection broke.
+          WatchIdleError: nothing arrived for read_idle_seconds, not even a bookmark.
+        """
+        timeout = aiohttp.ClientTimeout(
+            sock_connect=CONNECT_SECONDS, sock_read=self._read_idle_seconds
+        )
+        rest = b""
+        async with self._send("GET", path, params=params, timeout=timeout) as answer:
+            try:
+                # Lines are split here: the reader's own readline refuses objects over 64 KiB.
+                async for chunk in answer.content.iter_any():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        if line.strip():
+                            yield _decode(line, path)
+            except TimeoutError as error:
+                msg = f"{path}: silent for {self._read_idle_seconds:g} s"
+                raise WatchIdleError(msg) from error
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: JsonObject | None = None,
+        content_type: str = JSON,
+    ) -> JsonObject:
+        text = await self._exchange(
+            method, path, params=params, body=body, content_type=content_type
+        )
+        return _decode(text, path)
+
+    async def _exchange(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: JsonObject | None = None,
+        content_type: str = JSON,
+    ) -> str:
+        timeout = aiohttp.ClientTimeout(total=self._request_seconds, sock_connect=CONNECT_SECONDS)
+        async with self._send(
+            method, path, params=params, body=body, content_type=content_type, timeout=timeout
+        ) as answer:
+            return await answer.text()
+
+    @asynccontextmanager
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None,
+        body: JsonObject | None = None,
+        content_type: str = JSON,
+        timeout: aiohttp.ClientTimeout,
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """Send, and yield the answer if its status is below 400."""
+        if self._session is None:
+            msg = "use the client as `async with RestClient(...) as client`"
+            raise RuntimeError(msg)
+        try:
+            async with self._session.request(
+                method,
+                self._connection.server + path,
+                params=params,
+                data=None if body is None else json.dumps(body, allow_nan=False),
+                headers=await self._headers(content_type),
+                timeout=timeout,
+                allow_redirects=False,
+                server_hostname=self._connection.server_hostname,
+                proxy=self._connection.proxy,
+            ) as answer:
+                if answer.status >= HTTPStatus.BAD_REQUEST:
+                    raise _refusal(answer, await answer.text())
+                yield answer
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            detail = str(error) or type(error).__name__
+            msg = f"{method} {path}: {detail}"
+            raise ApiError(status=None, reason="", message=msg) from error
+
+    async def _headers(self, content_type: str) -> dict[str, str]:
+        """Return a request's headers; the token is read again every 30 s, in a thread."""
+        now = time.monotonic()
+        if now >= self._authorization_until:
+            self._authorization = await asyncio.to_thread(self._connection.authorization)
+            self._authorization_until = now + _TOKEN_SECONDS
+        headers = {"Accept": JSON, "Content-Type": content_type, "User-Agent": "ling-operator"}
+        if self._authorization:
+            headers["Authorization"] = self._authorization
+        return headers
+
+
+def _decode(text: str | bytes, path: str) -> JsonObject:
+    try:
+        return cast("JsonObject", json.loads(text))
+    except ValueError as error:
+        msg = f"{path}: the answer is no JSON: {error}"
+        raise ApiError(status=None, reason="", message=msg) from error
+
+
+def _refusal(answer: aiohttp.ClientResponse, text: str) -> ApiError:
+    """Read the Status object of an error answer; a proxy's page is kept as its first line."""
+    try:
+        status = cast("JsonObject", json.loads(text))
+        reason, message = str(status.get("reason", "")), str(status.get("message", ""))
+    except (ValueError, AttributeError):
+        reason, message = "", text.strip().partition("\n")[0][:500]
+    message = message or f"HTTP {answer.status} {answer.reason}"
+    return ApiError(status=answer.status, reason=reason, message=message)

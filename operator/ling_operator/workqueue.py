@@ -1,0 +1,101 @@
+"""Keys waiting for a worker: each at most once, never two workers on one, backoff per key."""
+
+import asyncio
+from collections.abc import Hashable
+
+FIRST_DELAY_SECONDS = 1.0
+LONGEST_DELAY_SECONDS = 300.0
+
+
+class WorkQueue[K: Hashable]:
+    """A deduplicating queue for one event loop.
+
+    A key added while a worker has it becomes dirty, and is queued again when the worker is done.
+    So no change is missed, and no two passes over one object overlap.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_delay_seconds: float = FIRST_DELAY_SECONDS,
+        longest_delay_seconds: float = LONGEST_DELAY_SECONDS,
+    ) -> None:
+        self._first_delay_seconds = first_delay_seconds
+        self._longest_delay_seconds = longest_delay_seconds
+        self._ready: asyncio.Queue[K] = asyncio.Queue()
+        self._dirty: set[K] = set()
+        self._in_progress: set[K] = set()
+        self._timers: dict[K, asyncio.TimerHandle] = {}
+        self._failures: dict[K, int] = {}
+
+    def __len__(self) -> int:
+        """Count the keys that wait for a worker now, delayed ones not included."""
+        return self._ready.qsize()
+
+    @property
+    def in_progress(self) -> int:
+        """How many keys workers hold."""
+        return len(self._in_progress)
+
+    def add(self, key: K) -> None:
+        """Queue a key; nothing happens if it waits already."""
+        if key in self._dirty:
+            return
+        self._dirty.add(key)
+        if key not in self._in_progress:
+            self._ready.put_nowait(key)
+
+    def add_after(self, key: K, seconds: float) -> None:
+        """Queue a key later; of several delays of one key the earliest counts."""
+        if seconds <= 0:
+            self.add(key)
+            return
+        loop = asyncio.get_running_loop()
+        when = loop.time() + seconds
+        timer = self._timers.get(key)
+        if timer is not None:
+            if timer.when() <= when:
+                return
+            timer.cancel()
+        self._timers[key] = loop.call_at(when, self._expire, key)
+
+    def add_failed(self, key: K) -> float:
+        """Queue a key again after a failed pass; each failure in a row doubles the delay.
+
+        Returns: The delay in seconds.
+        """
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        # The exponent is bounded: 2.0 ** 1024 overflows after a day of failures.
+        delay = min(
+            self._first_delay_seconds * 2.0 ** min(failures, 30), self._longest_delay_seconds
+        )
+        self.add_after(key, delay)
+        return delay
+
+    def forget_failures(self, key: K) -> None:
+        """Start the key's backoff afresh, after a pass that succeeded."""
+        self._failures.pop(key, None)
+
+    async def get(self) -> K:
+        """Wait for a key and take it; call done() with it afterwards."""
+        key = await self._ready.get()
+        self._dirty.discard(key)
+        self._in_progress.add(key)
+        return key
+
+    def done(self, key: K) -> None:
+        """Give a key back; it is queued again if it was added meanwhile."""
+        self._in_progress.discard(key)
+        if key in self._dirty:
+            self._ready.put_nowait(key)
+
+    def close(self) -> None:
+        """Drop every delayed key."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _expire(self, key: K) -> None:
+        self._timers.pop(key, None)
+        self.add(key)

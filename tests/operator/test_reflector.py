@@ -1,0 +1,326 @@
+"""The reflector against a server that pages, expires, falls silent and goes away.
+
+The server speaks the list and watch protocol over real sockets; what a real API server does is
+tested with one under tests/cluster.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ling_operator.connection import Connection
+from ling_operator.reflector import Change, Reflector
+from ling_operator.rest import ApiError, RestClient
+
+PATH = "/apis/example.com/v1/things"
+
+
+class ThingServer:
+    """Serves one kind, with faults that a test switches on."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, dict[str, Any]] = {}
+        self.version = 100
+        self.history: list[tuple[int, dict[str, Any]]] = []
+        self.lists = 0
+        self.watches: list[dict[str, str]] = []
+        self.list_queries: list[dict[str, str]] = []
+        self.page = 500
+        self.list_status = 200
+        self.watch_answer = "normal"  # normal, gone (HTTP), expired (in-stream), silent
+        self.expire_continue_once = False
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+        self._wake = asyncio.Event()
+
+    def set(self, name: str, **fields: object) -> None:
+        kind = "MODIFIED" if name in self.objects else "ADDED"
+        self.version += 1
+        metadata = {
+            "name": name,
+            "namespace": "ns",
+            "resourceVersion": str(self.version),
+            "managedFields": [{"manager": "someone"}],
+        }
+        self.objects[name] = {"metadata": metadata, **fields}
+        self._record(kind, self.objects[name])
+
+    def delete(self, name: str) -> None:
+        self.version += 1
+        gone = self.objects.pop(name)
+        gone["metadata"]["resourceVersion"] = str(self.version)
+        self._record("DELETED", gone)
+
+    def bookmark(self) -> None:
+        self.version += 1
+        self._record("BOOKMARK", {"metadata": {"resourceVersion": str(self.version)}})
+
+    def _record(self, kind: str, thing: dict[str, Any]) -> None:
+        event = json.loads(json.dumps({"type": kind, "object": thing}))
+        self.history.append((self.version, event))
+        self._wake.set()
+        self._wake = asyncio.Event()
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get(PATH, self._get)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        query = dict(request.query)
+        if query.get("watch") == "true":
+            self.watches.append(query)
+            return await self._watch(request)
+        self.list_queries.append(query)
+        return self._list(query)
+
+    def _list(self, query: dict[str, str]) -> web.Response:
+        if self.list_status != 200:
+            body = {"kind": "Status", "reason": "Forbidden", "message": "no list for you"}
+            return web.json_response(body, status=self.list_status)
+        start = int(query.get("continue", "0"))
+        if start and self.expire_continue_once:
+            self.expire_continue_once = False
+            body = {"kind": "Status", "reason": "Expired", "message": "continue is too old"}
+            return web.json_response(body, status=410)
+        limit = min(self.page, int(query["limit"]))
+        names = sorted(self.objects)
+        metadata: dict[str, str] = {"resourceVersion": str(self.version)}
+        if start + limit < len(names):
+            metadata["continue"] = str(start + limit)
+        else:
+            self.lists += 1
+        items = [self.objects[name] for name in names[start : start + limit]]
+        return web.json_response({"metadata": metadata, "items": items})
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        if self.watch_answer == "gone":
+            body = {"kind": "Status", "reason": "Expired", "message": "too old"}
+            return web.json_response(body, status=410)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        if self.watch_answer == "silent":
+            await asyncio.sleep(60)
+        if self.watch_answer == "expired":
+            status = {"code": 410, "reason": "Expired", "message": "too old resource version"}
+            await response.write(json.dumps({"type": "ERROR", "object": status}).encode() + b"\n")
+            return response
+        seen = int(request.query["resourceVersion"])
+        while self.watch_answer == "normal":
+            for version, event in self.history:
+                if version > seen:
+                    data = json.dumps(event).encode() + b"\n"
+                    # Two writes: a client must not take a chunk for a line.
+                    await response.write(data[:7])
+                    await response.write(data[7:])
+                    seen = version
+            await self._wake.wait()
+        return response
+
+
+@asynccontextmanager
+async def reflecting(
+    server: ThingServer, *, idle: float = 5.0, watch_seconds: tuple[float, float] = (240, 300)
+) -> AsyncGenerator[tuple[Reflector, list[Change]]]:
+    changes: list[Change] = []
+    await server.start()
+    connection = Connection(
+        server=f"http://127.0.0.1:{server.port}", tls=None, authorization=lambda: "Bearer t"
+    )
+    async with RestClient(connection, read_idle_seconds=idle) as client:
+        reflector = Reflector(
+            client,
+            PATH,
+            kind="things",
+            on_change=changes.append,
+            label_selector="app=x",
+            watch_seconds=watch_seconds,
+        )
+        task = asyncio.create_task(reflector.run())
+        try:
+            yield reflector, changes
+        finally:
+            assert not task.done(), task.exception()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await server.stop()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def names(reflector: Reflector) -> set[str]:
+    return {name for _, name in reflector.objects}
+
+
+@pytest.mark.asyncio
+async def test_a_list_is_read_in_pages_and_the_watch_goes_on_from_it() -> None:
+    server = ThingServer()
+    server.page = 3
+    for i in range(8):
+        server.set(f"t{i}")
+    async with reflecting(server) as (reflector, changes):
+        await until(lambda: bool(server.watches))
+        assert names(reflector) == {f"t{i}" for i in range(8)}
+        assert [q.get("continue") for q in server.list_queries] == [None, "3", "6"]
+        assert {q["limit"] for q in server.list_queries} == {"500"}
+        assert server.watches[0]["resourceVersion"] == "108"
+        assert server.watches[0]["allowWatchBookmarks"] == "true"
+        assert 240 <= int(server.watches[0]["timeoutSeconds"]) <= 300
+        assert {q["labelSelector"] for q in server.list_queries + server.watches} == {"app=x"}
+        server.set("t9", spec=1)
+        server.delete("t0")
+        await until(lambda: names(reflector) == {f"t{i}" for i in (1, 2, 3, 4, 5, 6, 7, 9)})
+        assert reflector.relists == 1
+        assert changes[-1].deleted
+        assert changes[-1].object["metadata"]["name"] == "t0"
+
+
+@pytest.mark.asyncio
+async def test_managed_fields_are_not_kept() -> None:
+    server = ThingServer()
+    server.set("listed")
+    async with reflecting(server) as (reflector, _):
+        await until(lambda: bool(server.watches))
+        server.set("watched")
+        await until(lambda: len(reflector.objects) == 2)
+        for item in reflector.objects.values():
+            assert "managedFields" not in item["metadata"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["gone", "expired"])
+async def test_an_expired_watch_lists_again_and_reports_what_was_deleted_meanwhile(
+    how: str,
+) -> None:
+    server = ThingServer()
+    server.set("stays")
+    server.set("goes")
+    async with reflecting(server) as (reflector, changes):
+        await until(lambda: bool(server.watches))
+        server.watch_answer = how
+        server.bookmark()  # wakes the open watch, which then ends
+        await until(lambda: len(server.watches) > 1)
+        server.objects.pop("goes")  # no watch was there to see it
+        server.history.clear()
+        server.watch_answer = "normal"
+        await until(lambda: names(reflector) == {"stays"})
+        assert reflector.relists >= 2
+        gone = [c.object["metadata"]["name"] for c in changes if c.deleted]
+        assert gone == ["goes"]
+
+
+@pytest.mark.asyncio
+async def test_a_list_whose_continuation_expires_starts_again() -> None:
+    server = ThingServer()
+    server.page = 2
+    server.expire_continue_once = True
+    for i in range(5):
+        server.set(f"t{i}")
+    async with reflecting(server) as (reflector, _):
+        await until(reflector.synced.is_set)
+        assert names(reflector) == {f"t{i}" for i in range(5)}
+
+
+@pytest.mark.asyncio
+async def test_a_silent_connection_is_given_up_and_listed_anew() -> None:
+    server = ThingServer()
+    server.set("a")
+    server.watch_answer = "silent"
+    async with reflecting(server, idle=0.3) as (reflector, _):
+        await until(lambda: bool(server.watches))
+        server.objects["b"] = {"metadata": {"name": "b", "namespace": "ns"}}
+        server.watch_answer = "normal"
+        await until(lambda: names(reflector) == {"a", "b"}, seconds=5)
+        assert reflector.relists == 2
+
+
+@pytest.mark.asyncio
+async def test_bookmarks_move_the_version_and_keep_the_cache_young() -> None:
+    server = ThingServer()
+    async with reflecting(server, watch_seconds=(1, 1)) as (reflector, changes):
+        await until(lambda: bool(server.watches))
+        await asyncio.sleep(0.3)
+        assert reflector.last_event_age > 0.25
+        server.bookmark()
+        await until(lambda: reflector.last_event_age < 0.2)
+        server.watch_answer = "closed"  # end the stream cleanly
+        server.bookmark()
+        await until(lambda: len(server.watches) > 1)
+        assert int(server.watches[1]["resourceVersion"]) > 100
+        assert reflector.relists == 1, "a clean end is no reason to list"
+        assert changes == []
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_restarts_is_found_again_with_no_change_lost() -> None:
+    server = ThingServer()
+    server.set("before")
+    async with reflecting(server) as (reflector, _):
+        await until(lambda: bool(server.watches))
+        await server.stop()
+        server.set("during")
+        await asyncio.sleep(0.5)
+        await server.start()
+        await until(lambda: names(reflector) == {"before", "during"})
+
+
+@pytest.mark.asyncio
+async def test_a_refused_list_is_retried_more_and_more_slowly_until_it_is_allowed() -> None:
+    server = ThingServer()
+    server.list_status = 403
+    async with reflecting(server) as (reflector, _):
+        await asyncio.sleep(2.0)
+        assert 3 <= len(server.list_queries) <= 7
+        assert not reflector.synced.is_set()
+        assert reflector.last_event_age > 1.5
+        assert reflector.last_activity_age < 1.7, "retrying is being alive"
+        server.list_status = 200
+        await until(reflector.synced.is_set)
+
+
+@pytest.mark.asyncio
+async def test_an_object_larger_than_the_readers_buffer_arrives() -> None:
+    server = ThingServer()
+    async with reflecting(server) as (reflector, _):
+        await until(lambda: bool(server.watches))
+        server.set("big", spec="x" * 1_500_000)
+        await until(lambda: ("ns", "big") in reflector.objects)
+        assert len(reflector.objects["ns", "big"]["spec"]) == 1_500_000
+
+
+@pytest.mark.asyncio
+async def test_an_error_carries_the_servers_reason_and_message() -> None:
+    server = ThingServer()
+    server.list_status = 403
+    await server.start()
+    connection = Connection(
+        server=f"http://127.0.0.1:{server.port}", tls=None, authorization=lambda: None
+    )
+    async with RestClient(connection) as client:
+        with pytest.raises(ApiError, match="403 Forbidden: no list for you") as caught:
+            await client.get(PATH, limit="1")
+        assert caught.value.status == 403
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            await client.post(PATH, {"loss": float("nan")})
+    await server.stop()
+    async with RestClient(connection) as client:
+        with pytest.raises(ApiError) as refused:
+            await client.get(PATH)
+        assert refused.value.status is None
