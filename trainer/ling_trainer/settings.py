@@ -171,7 +171,7 @@ def _merge(base: Settings, over: Mapping[str, Any]) -> Settings:
 def _without_batch_size(base: Settings, over: Settings) -> Settings:
     """Drop the batch size of earlier layers where the next one chooses: one alone may be set."""
     layer: object = over.get("data")
-    chosen = cast("Mapping[str, object]", layer) if isinstance(layer, Mapping) else {}
+    chosen = cast("Mapping[str, object]", layer if isinstance(layer, Mapping) else {})
     if all(chosen.get(name) is None for name in _BATCH_SIZES):
         return base
     data = {k: v for k, v in base.get("data", {}).items() if k not in _BATCH_SIZES}
