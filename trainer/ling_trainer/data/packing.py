@@ -4,13 +4,32 @@ Source: Megatron-LM megatron/core/datasets/gpt_dataset.py@d98e8a64
 (_get_ltor_masks_and_position_ids, __getitem__).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ling_trainer.batch import Batch
 from ling_trainer.data.gpt import NO_PAD
+
+
+class PackedBatch(NamedTuple):
+    """The fields of batch.Batch as numpy arrays, before they go to devices.
+
+    A type of its own keeps JAX out of the processes that only read data.
+
+    Attributes:
+      inputs: int32 [..., S].
+      targets: int32 [..., S].
+      positions: int32 [..., S].
+      segment_ids: int32 [..., S], documents from 1 in each row; 0 is padding.
+      loss_mask: bool [..., S].
+    """
+
+    inputs: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    segment_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
 
 
 def effective_pad_id(*, eod_id: int, pad_id: int) -> int:
@@ -30,7 +49,7 @@ def pack(
     eod_mask_loss: bool,
     reset_position_ids: bool,
     extra_token: bool = True,
-) -> Batch:
+) -> PackedBatch:
     """Turn texts into a batch.
 
     A position has loss unless its target is padding or, with eod_mask_loss, its input ends a
@@ -48,7 +67,7 @@ def pack(
       extra_token: whether text has the S + 1st token.
 
     Returns:
-      A Batch of numpy arrays [..., S], int32 and bool.
+      The batch, each field [..., S].
     """
     if extra_token:
         inputs, targets = text[..., :-1], text[..., 1:]
@@ -67,12 +86,10 @@ def pack(
     if reset_position_ids:
         positions -= np.maximum.accumulate(np.where(starts, index, 0), axis=-1)
     padding = inputs == pad_id
-    # Batch's fields are typed as device arrays; the loop moves these there.
-    fields: dict[str, Any] = {
-        "inputs": np.where(padding, 0, inputs).astype(np.int32),
-        "targets": np.where(targets == pad_id, 0, targets).astype(np.int32),
-        "positions": positions,
-        "segment_ids": np.where(padding, 0, segment_ids).astype(np.int32),
-        "loss_mask": loss_mask,
-    }
-    return Batch(**fields)
+    return PackedBatch(
+        inputs=np.where(padding, 0, inputs).astype(np.int32),
+        targets=np.where(targets == pad_id, 0, targets).astype(np.int32),
+        positions=positions,
+        segment_ids=np.where(padding, 0, segment_ids).astype(np.int32),
+        loss_mask=loss_mask,
+    )

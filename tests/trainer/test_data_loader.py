@@ -1,0 +1,273 @@
+"""Global batches do not depend on who reads them, when, or after which restart."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ling_trainer.batch import split_microbatches
+from ling_trainer.config import DataConfig
+from ling_trainer.data.indexed import DataError
+from ling_trainer.data.loader import Loader, process_rows, sample_numbers
+from ling_trainer.data.order import SampleOrder
+from ling_trainer.data.packing import PackedBatch
+from ling_trainer.data.source import SampleSource, open_source
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
+SAMPLER = json.loads((GOLDEN / "sampler.json").read_text())
+BATCH, STEPS = 12, 6
+DATA = DataConfig(
+    dataset_path=str(GOLDEN / "ds_a"),
+    split="1,0,0",
+    data_shuffle_seed=7,
+    max_target_length=32,
+    global_batch_size=BATCH,
+    eod_id=3,
+    pad_id=3,
+    eod_mask_loss=True,
+    reset_position_ids=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [t.name for t in threading.enumerate() if t.name == "data-loader"]
+
+
+def open_loader(
+    rows: range = range(BATCH),
+    *,
+    source: SampleSource | None = None,
+    data: DataConfig = DATA,
+    start_step: int = 0,
+    num_microbatches: int = 3,
+) -> Loader:
+    return Loader(
+        source or open_source(data, vocab_size=1000, order=SampleOrder((BATCH * STEPS,))),
+        data,
+        rows=rows,
+        global_batch_size=BATCH,
+        num_microbatches=num_microbatches,
+        start_step=start_step,
+        num_steps=STEPS,
+    )
+
+
+def assert_equal(ours: PackedBatch, theirs: PackedBatch) -> None:
+    for name, value in ours._asdict().items():
+        np.testing.assert_array_equal(value, getattr(theirs, name), err_msg=name)
+
+
+# Megatron's sampler.
+
+
+def test_every_golden_sampler_case_is_tested() -> None:
+    assert len(SAMPLER) == 4
+    assert {case["consumed_samples"] > 0 for case in SAMPLER} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("case", "num_microbatches"),
+    [
+        (case, k)
+        for case, golden in enumerate(SAMPLER)
+        for k in (1, 2, 3)
+        # Only what was consumed in whole steps has a step number.
+        if not golden["consumed_samples"]
+        % (k * golden["micro_batch_size"] * golden["data_parallel_size"])
+    ],
+)
+def test_golden_sampler_order_is_what_split_microbatches_gives(
+    case: int, num_microbatches: int
+) -> None:
+    golden = SAMPLER[case]
+    size, ranks = golden["micro_batch_size"], golden["data_parallel_size"]
+    batch = num_microbatches * size * ranks
+    consumed = golden["consumed_samples"]
+    by_rank = np.array(golden["batches_per_rank"])  # [D, micro-batches, mbs]
+    steps = by_rank.shape[1] // num_microbatches
+    assert steps >= 1
+    for step in range(steps):
+        numbers = sample_numbers(
+            consumed // batch + step,
+            range(batch),
+            global_batch_size=batch,
+            num_microbatches=num_microbatches,
+        )
+        split = split_microbatches(jnp.asarray(numbers), num_microbatches=num_microbatches)
+        ours = np.asarray(split).reshape(num_microbatches, ranks, size)
+        first = step * num_microbatches
+        theirs = by_rank[:, first : first + num_microbatches].swapaxes(0, 1)
+        np.testing.assert_array_equal(ours, theirs)
+    print(f"golden megatron/data/sampler.json[{case}] K={num_microbatches}: {steps} steps, equal")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "name", "settings"),
+    [
+        ("ds_a", "a_969_30_1_train", {"num_samples": 700, "seed": 1234, "split": "969,30,1"}),
+        ("ds_a", "a_sepfinal_yes_train", {"num_samples": 1113, "seed": 1234, "split": "1,0,0"}),
+        ("ds_b", "b_ling2_official_train", {"num_samples": 60, "seed": 42, "split": "999,1,0"}),
+    ],
+)
+def test_golden_samples_come_out_of_the_loader(
+    dataset: str, name: str, settings: dict[str, Any]
+) -> None:
+    ling = dataset == "ds_b"
+    with np.load(GOLDEN / f"{name}.npz") as golden:
+        numbers = golden["sample_idx"]
+        numbers = numbers[numbers < settings["num_samples"]]
+        wanted = {
+            key: golden[f"sample_{key}"][: len(numbers)]
+            for key in ("tokens", "labels", "loss_mask", "position_ids")
+        }
+    data = DataConfig(
+        dataset_path=str(GOLDEN / dataset),
+        split=settings["split"],
+        data_shuffle_seed=settings["seed"],
+        max_target_length=wanted["tokens"].shape[1],
+        global_batch_size=1,
+        eod_id=156892 if ling else 3,
+        pad_id=156892 if ling else 3,
+        eod_mask_loss=ling,
+    )
+    order = SampleOrder((settings["num_samples"],))
+    with Loader(
+        open_source(data, vocab_size=157184, order=order),
+        data,
+        rows=range(1),
+        global_batch_size=1,
+        num_microbatches=1,
+        start_step=0,
+        num_steps=order.num_samples,
+    ) as loader:
+        batches = list(loader)
+    assert len(batches) == settings["num_samples"]
+    assert len(numbers) >= 5
+    for place, i in enumerate(numbers.tolist()):
+        batch = batches[i]
+        np.testing.assert_array_equal(batch.inputs[0], wanted["tokens"][place])
+        np.testing.assert_array_equal(batch.targets[0], wanted["labels"][place])
+        np.testing.assert_array_equal(batch.loss_mask[0], wanted["loss_mask"][place])
+        np.testing.assert_array_equal(batch.positions[0], wanted["position_ids"][place])
+    print(f"golden megatron/data/{name} by the loader: {len(numbers)} whole samples, equal")
+
+
+# Who reads, and when.
+
+
+def test_a_step_reads_its_own_samples_and_each_of_them_once() -> None:
+    for microbatches in (1, 2, 3, 4, 6, 12):
+        numbers = sample_numbers(
+            5, range(BATCH), global_batch_size=BATCH, num_microbatches=microbatches
+        )
+        assert sorted(numbers.tolist()) == list(range(5 * BATCH, 6 * BATCH))
+
+
+@pytest.mark.parametrize("dataset_type", ["mmap", "synthetic"])
+@pytest.mark.parametrize("process_count", [2, 3, 4])
+def test_the_global_batch_does_not_depend_on_the_number_of_processes(
+    process_count: int, dataset_type: str
+) -> None:
+    data = DATA.model_copy(update={"dataset_type": dataset_type})
+    with open_loader(data=data) as loader:
+        whole = list(loader)
+    parts: list[list[PackedBatch]] = []
+    for process in range(process_count):
+        rows = process_rows(
+            global_batch_size=BATCH, process_index=process, process_count=process_count
+        )
+        with open_loader(rows, data=data) as loader:
+            parts.append(list(loader))
+    assert len(whole) == STEPS
+    for step, batch in enumerate(whole):
+        joined = [np.concatenate(field) for field in zip(*(p[step] for p in parts), strict=True)]
+        assert_equal(PackedBatch(*joined), batch)
+
+
+def test_rows_that_do_not_divide_among_the_processes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"global_batch_size=12 is not a multiple of the 5 proc"):
+        process_rows(global_batch_size=12, process_index=0, process_count=5)
+
+
+def test_a_resumed_loader_goes_on_where_the_first_would_have() -> None:
+    with open_loader() as loader:
+        whole = list(loader)
+    with open_loader(start_step=4) as loader:
+        rest = list(loader)
+        assert_equal(loader.batch_at(1), whole[1])
+    assert len(rest) == STEPS - 4
+    for ours, theirs in zip(rest, whole[4:], strict=True):
+        assert_equal(ours, theirs)
+
+
+# The thread.
+
+
+class CountingSource:
+    """Counts the samples that are read; fails, or waits, at one of them."""
+
+    def __init__(self, *, fails_at: int | None = None, waits_at: int | None = None) -> None:
+        self.reads = 0
+        self.fails_at = fails_at
+        self.waits_at = waits_at
+        self.waiting = threading.Event()
+        self.go_on = threading.Event()
+        self.read = threading.Condition()
+
+    def sample(self, i: int) -> npt.NDArray[np.int64]:
+        if i == self.fails_at:
+            raise DataError(f"sample {i} is bad")
+        if i == self.waits_at:
+            self.waiting.set()
+            assert self.go_on.wait(30)
+        with self.read:
+            self.reads += 1
+            self.read.notify_all()
+        return np.full(DATA.max_target_length + 1, i, np.int64)
+
+
+def test_no_more_batches_are_read_ahead_than_asked_for() -> None:
+    source = CountingSource(waits_at=3 * BATCH)
+    data = DATA.model_copy(update={"prefetch": 3})
+    with open_loader(source=source, data=data) as loader:
+        with source.read:
+            assert source.read.wait_for(lambda: source.reads == 3 * BATCH, 30)
+        assert not source.waiting.wait(0.2)  # the fourth is not begun
+        next(loader)
+        assert source.waiting.wait(30)  # now it is
+        source.go_on.set()
+
+
+def test_an_error_of_the_thread_comes_with_the_batch_that_needed_it() -> None:
+    with open_loader(source=CountingSource(fails_at=2 * BATCH)) as loader:
+        next(loader)
+        next(loader)
+        for _ in range(2):
+            with pytest.raises(DataError, match="sample 24 is bad"):
+                next(loader)
+
+
+def test_a_loader_ends_after_the_last_step_and_stays_ended() -> None:
+    with open_loader(start_step=STEPS - 1) as loader:
+        next(loader)
+        assert next(loader, None) is None
+        assert next(loader, None) is None
+
+
+def test_closing_stops_a_thread_that_waits_for_room_and_can_be_repeated() -> None:
+    source = CountingSource()
+    loader = open_loader(source=source)
+    with source.read:
+        assert source.read.wait_for(lambda: source.reads == DATA.prefetch * BATCH, 30)
+    loader.close()
+    loader.close()
+    assert source.reads == DATA.prefetch * BATCH
+    assert len(list(loader)) == DATA.prefetch  # what was read is still there, then it ends

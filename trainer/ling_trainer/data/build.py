@@ -1,0 +1,192 @@
+"""Text to Megatron .bin/.idx with a byte tokenizer: token ids 0-255 are the bytes of UTF-8."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ling_trainer.data.indexed import (
+    DataError,
+    IndexedDataset,
+    bad_byte,
+    bin_path,
+    index_path,
+    optimal_dtype,
+)
+from ling_trainer.data.indexed_writer import write_indexed
+
+type Progress = Callable[[int, int], None]
+"""Told after each document: bytes read, bytes in all."""
+
+BYTE_EOD_ID = 256
+"""Ends a document; the padding token as well."""
+BYTE_VOCAB_SIZE = 512
+JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+_MAX_DOCUMENT_BYTES = np.iinfo(np.int32).max - 1
+_CHUNK_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build wrote.
+
+    Attributes:
+      prefix: path of the pair without endings.
+      documents: documents written.
+      empty_documents: documents without text, left out.
+      tokens: tokens written, ends of documents included.
+      vocab_size: what model.vocab_size must be at least.
+      eod_id: what data.eod_id and data.pad_id must be.
+    """
+
+    prefix: Path
+    documents: int
+    empty_documents: int
+    tokens: int
+    vocab_size: int = BYTE_VOCAB_SIZE
+    eod_id: int = BYTE_EOD_ID
+
+
+def build_dataset(
+    inputs: Sequence[str | os.PathLike[str]],
+    output_prefix: str | os.PathLike[str],
+    *,
+    jsonl_key: str = "text",
+    append_eod: bool = True,
+    progress: Progress | None = None,
+) -> BuildReport:
+    """Tokenize files into output_prefix.bin and output_prefix.idx.
+
+    A file that ends in .jsonl or .ndjson holds a document a line, any other file is one document;
+    documents keep the order of inputs. Nothing is written when any of them is at fault.
+
+    Args:
+      inputs: UTF-8 files.
+      output_prefix: its folder is made if need be.
+      jsonl_key: the field of a JSON line that holds the text.
+      append_eod: end each document with BYTE_EOD_ID.
+      progress: told how far it is.
+
+    Raises:
+      DataError: a file is missing, not UTF-8, not JSON lines, lacks the key, or there is no text
+        at all. It names the file, the line and the byte.
+    """
+    paths = [Path(path) for path in inputs]
+    total = sum(_size(path) for path in paths)
+    prefix = Path(output_prefix)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    documents = empty = tokens = 0
+    with write_indexed(prefix, optimal_dtype(BYTE_VOCAB_SIZE)) as writer:
+        for read, text in _documents(paths, jsonl_key):
+            if text:
+                ids = np.frombuffer(text, np.uint8).astype(np.uint16)
+                if append_eod:
+                    ids = np.append(ids, np.uint16(BYTE_EOD_ID))
+                writer.add_sequence(ids)
+                writer.end_document()
+                documents += 1
+                tokens += len(ids)
+            else:
+                empty += 1
+            if progress is not None:
+                progress(read, total)
+        if not documents:
+            names = ", ".join(map(str, paths[:3])) or "nothing"
+            raise DataError(f"inputs ({names}) hold no text; name files that do")
+    return BuildReport(prefix, documents, empty, tokens)
+
+
+def unigram_entropy(prefix: str | os.PathLike[str]) -> float:
+    """Compute the entropy of a dataset's token frequencies, in nats.
+
+    It is the lowest loss of a model that ignores the context; a loss below it shows that the model
+    has learned from the context.
+
+    Raises:
+      DataError: the files are damaged, or hold no token or a negative one.
+    """
+    indexed = IndexedDataset.open(prefix)
+    counts = np.zeros(1, np.int64)
+    for start in range(0, len(indexed.tokens), _CHUNK_TOKENS):
+        chunk = indexed.tokens[start : start + _CHUNK_TOKENS]
+        if chunk.min() < 0:
+            byte = (start + int((chunk < 0).argmax())) * indexed.dtype.itemsize
+            raise bad_byte(
+                bin_path(indexed.prefix), byte, "negative token id", "rebuild the dataset"
+            )
+        found = np.bincount(chunk, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    if not counts.any():
+        raise DataError(f"{index_path(indexed.prefix)}: no tokens; rebuild the dataset")
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def _size(path: Path) -> int:
+    if not path.is_file():
+        kind = "is a folder" if path.is_dir() else "does not exist"
+        raise DataError(f"{path}: {kind}; name the files to tokenize")
+    return path.stat().st_size
+
+
+def _documents(paths: Iterable[Path], jsonl_key: str) -> Iterator[tuple[int, bytes]]:
+    """Yield each document's UTF-8 with the bytes read so far."""
+    before = 0
+    for path in paths:
+        size = _size(path)
+        if path.suffix in JSONL_SUFFIXES:
+            for read, text in _json_lines(path, jsonl_key):
+                yield before + read, text
+        elif size > _MAX_DOCUMENT_BYTES:
+            raise DataError(
+                f"{path}: {size} bytes are more than a document can hold ({_MAX_DOCUMENT_BYTES}); "
+                "split it, or write it as JSON lines"
+            )
+        else:
+            raw = path.read_bytes()
+            _check_utf8(path, raw, line=1, start=0)
+            yield before + size, raw
+        before += size
+
+
+def _json_lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
+    """Yield each line's text with the bytes read so far; blank lines are passed over."""
+    start = 0
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            if raw.strip():
+                yield start + len(raw), _json_text(path, raw, key, line=line, start=start)
+            start += len(raw)
+
+
+def _json_text(path: Path, raw: bytes, key: str, *, line: int, start: int) -> bytes:
+    text = _check_utf8(path, raw, line=line, start=start)
+    try:
+        record = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        position = error.pos if isinstance(error, json.JSONDecodeError) else 0
+        byte = start + len(text[:position].encode())
+        problem = f"line {line} is not JSON ({error})"
+        raise bad_byte(path, byte, problem, "write one JSON object a line") from error
+    if not isinstance(record, dict) or not isinstance(record.get(key), str):
+        problem = f'line {line} is not an object with a string under "{key}"'
+        raise bad_byte(path, start, problem, "correct the line, or name the field (--jsonl-key)")
+    try:
+        return record[key].encode()
+    except UnicodeEncodeError as error:
+        problem = f'line {line}: "{key}" holds half a surrogate pair at character {error.start}'
+        raise bad_byte(path, start, problem, "write the text as valid Unicode") from error
+
+
+def _check_utf8(path: Path, raw: bytes, *, line: int, start: int) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        at = line + raw.count(b"\n", 0, error.start)
+        problem = f"line {at} is not UTF-8 (0x{raw[error.start]:02x}: {error.reason})"
+        byte = start + error.start
+        raise bad_byte(path, byte, problem, "convert the file to UTF-8") from error
