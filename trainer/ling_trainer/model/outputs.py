@@ -4,11 +4,14 @@ B sequences, S tokens, D hidden width; R loss groups (virtual Megatron ranks; th
 micro-batch are R consecutive equal blocks); L MoE layers then MTP blocks; E experts.
 """
 
+from typing import no_type_check
+
 from flax import struct
 from jax import Array
 from jaxtyping import Float, Int
 
 
+@no_type_check  # a pytree also holds shapes, shardings and NumPy arrays
 @struct.dataclass
 class RouterStats:
     """Statistics of every router over the valid tokens (segment_ids != 0) of one micro-batch."""
@@ -18,6 +21,7 @@ class RouterStats:
     expert_counts: Int[Array, "L E"]  # tokens routed to each expert
 
 
+@no_type_check  # a pytree also holds shapes, shardings and NumPy arrays
 @struct.dataclass
 class ModelOutputs:
     """Hidden states before the output head, after the final norm, and the routers' statistics."""
