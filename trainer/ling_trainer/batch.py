@@ -1,6 +1,6 @@
 """Batch: what one optimizer step consumes. B sequences, S tokens, K micro-batches of b = B / K."""
 
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 from flax import struct
@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 
+@no_type_check  # a pytree also holds shapes, shardings and NumPy arrays
 @struct.dataclass
 class Batch:
     """One batch of packed documents.

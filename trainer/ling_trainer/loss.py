@@ -1,0 +1,251 @@
+"""Model outputs and token weights to one micro-batch's loss. No mode flag is read here.
+
+b sequences, S tokens, D hidden width, V vocabulary; R loss groups (virtual Megatron ranks: R
+consecutive equal blocks of rows); H depths of multi-token prediction; L routers; E experts.
+"""
+
+from collections.abc import Callable
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from ling_trainer.batch import Batch
+from ling_trainer.config import LossConfig
+from ling_trainer.model.mtp import Roll, roll
+from ling_trainer.model.outputs import ModelOutputs
+from ling_trainer.token_weights import group_counts
+
+type Params = Any
+
+# Parameters, router biases [L E] and a batch to hidden states and auxiliaries.
+type Apply = Callable[[Params, Array, Batch], ModelOutputs]
+# Parameters, hidden states [b S D] and a depth to float32 logits [b S V]: depth 0 is the language
+# model's head, depth d that of the d-th prediction.
+type Logits = Callable[[Params, Array, int], Array]
+
+
+@no_type_check  # a pytree also holds shapes, shardings and NumPy arrays
+@struct.dataclass
+class LossTerms:
+    """What is reported of a micro-batch, scaled so that `+` over all of them gives the step's.
+
+    Language model terms are weighted by the token weights; auxiliaries are plain means over
+    micro-batches and groups, while the objective weighs them by their shares.
+    """
+
+    objective: Float[Array, ""]  # what the gradient is the derivative of
+    lm: Float[Array, ""]  # cross-entropy alone
+    z: Float[Array, ""]  # the head's z-loss, coefficient inside
+    xent_sum: Float[Array, ""]  # lm and z before weighting, for the token average
+    z_sum: Float[Array, ""]
+    mtp_loss: Float[Array, ""]  # factor inside; raw_ without
+    raw_mtp_loss: Float[Array, ""]
+    mtp_depth_losses: Float[Array, " H"]  # each depth by its own tokens, no factor
+    moe_lb_loss: Float[Array, ""]  # coefficient inside, summed over routers
+    load_balancing_loss: Float[Array, ""]  # no coefficient, mean over routers
+    moe_z_loss: Float[Array, ""]
+    raw_moe_z_loss: Float[Array, ""]
+    expert_counts: Int[Array, "L E"]
+
+
+@no_type_check  # a pytree also holds shapes, shardings and NumPy arrays
+@struct.dataclass
+class HeadLoss:
+    """Loss of one head. Only `objective` carries a gradient; the others are for reports."""
+
+    objective: Float[Array, ""]
+    xent: Float[Array, "b S"]  # 0 where masked
+    z: Float[Array, "b S"]
+
+
+def microbatch_loss(
+    params: Params,
+    router_bias: Float[Array, "L E"],
+    batch: Batch,
+    weights: Float[Array, "b S"],
+    share: Float[Array, " R"],
+    *,
+    apply: Apply,
+    logits: Logits,
+    config: LossConfig,
+    num_microbatches: int,
+) -> tuple[Float[Array, ""], LossTerms]:
+    """Return the objective to differentiate and the terms to report.
+
+        objective = sum(weights * (xent + z)) + sum_r share_r * (mtp_r + balance_r + router_z_r)
+
+    Args:
+      params: what the gradient is taken of.
+      router_bias: one for each expert of each router; no gradient.
+      batch: one micro-batch.
+      weights: of each token, from `token_weights`.
+      share: of each loss group, from `aux_shares`.
+      apply: the model; its router statistics have one row for each loss group.
+      logits: the output head.
+      config: coefficients, and how depths of multi-token prediction are pooled.
+      num_microbatches: what reported auxiliaries are averaged over.
+    """
+    outputs = apply(params, router_bias, batch)
+    head = head_loss(
+        params, outputs.hidden, batch.targets, batch.loss_mask, weights,
+        logits=logits, depth=0, z_loss_multiplier=config.z_loss_multiplier,
+    )  # fmt: skip
+    mtp = _mtp_loss(params, outputs.mtp_hidden, batch, share, logits=logits, config=config)
+    balance = _router_loss(outputs.router.aux, share, coefficient=config.load_balance_loss_weight)
+    router_z = _router_loss(outputs.router.z, share, coefficient=config.moe_z_loss_weight)
+    objective = head.objective + mtp.objective + balance.objective + router_z.objective
+    terms = LossTerms(
+        objective=objective,
+        lm=jnp.sum(weights * head.xent),
+        z=jnp.sum(weights * head.z),
+        xent_sum=head.xent.sum(),
+        z_sum=head.z.sum(),
+        mtp_loss=mtp.contribution / num_microbatches,
+        raw_mtp_loss=mtp.raw / num_microbatches,
+        mtp_depth_losses=mtp.depths / num_microbatches,
+        moe_lb_loss=balance.contribution / num_microbatches,
+        load_balancing_loss=balance.raw / num_microbatches,
+        moe_z_loss=router_z.contribution / num_microbatches,
+        raw_moe_z_loss=router_z.raw / num_microbatches,
+        expert_counts=outputs.router.expert_counts,
+    )
+    return objective, jax.lax.stop_gradient(terms)
+
+
+def head_loss(
+    params: Params,
+    hidden: Float[Array, "b S D"],
+    targets: Int[Array, "b S"],
+    mask: Bool[Array, "b S"],
+    weights: Float[Array, "b S"],
+    *,
+    logits: Logits,
+    depth: int,
+    z_loss_multiplier: float,
+) -> HeadLoss:
+    """Return the weighted cross-entropy (and z-loss) of one head.
+
+    What is masked is replaced before the head, not multiplied by 0 after it: a NaN there would
+    survive the product, and in the backward pass also a `where` that comes after the head.
+
+    Args:
+      params: of the head.
+      hidden: before the head.
+      targets: token ids; any value where masked.
+      mask: positions with a loss.
+      weights: of each token in the objective; known before the loss, so nothing is divided later.
+      logits: the output head.
+      depth: which head.
+      z_loss_multiplier: coefficient of logsumexp(logits)^2.
+    """
+    hidden = jnp.where(mask[..., None], hidden, 0)
+    xent, log_z = cross_entropy(logits(params, hidden, depth), jnp.where(mask, targets, 0))
+    xent = jnp.where(mask, xent, 0.0)
+    z = jnp.where(mask, z_loss_multiplier * jnp.square(log_z), 0.0)
+    objective = jnp.sum(weights * (xent + z if z_loss_multiplier else xent))
+    return HeadLoss(objective=objective, xent=xent, z=z)
+
+
+def cross_entropy(
+    logits: Float[Array, "*B V"], targets: Int[Array, "*B"]
+) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
+    """Return logsumexp(logits) - logits[target], and logsumexp(logits), in float32.
+
+    A target outside the vocabulary gives NaN, never a plausible loss.
+    """
+    logits = logits.astype(jnp.float32)
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    # A masked sum, not a gather: it stays local when the vocabulary is sharded, and its
+    # derivative is no scatter.
+    chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
+    picked = jnp.where(chosen, logits, 0.0).sum(-1)
+    known = (targets >= 0) & (targets < logits.shape[-1])
+    return jnp.where(known, log_z - picked, jnp.nan), log_z
+
+
+def mtp_targets(
+    batch: Batch, *, depth: int, mtp_roll: Roll
+) -> tuple[Int[Array, "b S"], Bool[Array, "b S"]]:
+    """Return target and mask of the depth-th prediction: at t those of position t + depth.
+
+    The mask is the rolled loss mask; with mtp_roll=segment it also ends at each document's end.
+
+    Source: Megatron-LM megatron/core/transformer/multi_token_prediction.py@d98e8a64.
+    """
+    segments = batch.segment_ids
+    targets = roll(batch.targets, segments, shift=depth, fill=0, by=mtp_roll)
+    mask = roll(batch.loss_mask, segments, shift=depth, fill=0, by=mtp_roll)
+    return targets, mask & (segments != 0) if mtp_roll == "segment" else mask
+
+
+@no_type_check  # a pytree also holds shapes, shardings and NumPy arrays
+@struct.dataclass
+class _MtpLoss:
+    objective: Float[Array, ""]
+    contribution: Float[Array, ""]
+    raw: Float[Array, ""]
+    depths: Float[Array, " H"]
+
+
+def _mtp_loss(
+    params: Params,
+    hiddens: tuple[Float[Array, "b S D"], ...],
+    batch: Batch,
+    share: Float[Array, " R"],
+    *,
+    logits: Logits,
+    config: LossConfig,
+) -> _MtpLoss:
+    """Average each group over its own tokens, depth by depth or all depths pooled."""
+    if not hiddens:
+        zero = jnp.zeros((), jnp.float32)
+        return _MtpLoss(zero, zero, zero, jnp.zeros((0,), jnp.float32))
+    groups, factor = share.shape[0], config.mtp_loss_scaling_factor
+    shifted = [
+        mtp_targets(batch, depth=depth, mtp_roll=config.mtp_roll)
+        for depth in range(1, len(hiddens) + 1)
+    ]
+    masks = jnp.stack([mask for _, mask in shifted])  # [H b S]
+    counts = group_counts(masks, loss_groups=groups)  # [H R]
+    own = jnp.maximum(counts, 1).astype(jnp.float32)
+    pooled = jnp.broadcast_to(jnp.maximum(counts.sum(0), 1), counts.shape).astype(jnp.float32)
+    divisors = own * len(hiddens) if config.mtp_per_layer_loss_norm else pooled
+    objective, sums = jnp.zeros((), jnp.float32), []
+    for index, (hidden, (targets, mask)) in enumerate(zip(hiddens, shifted, strict=True)):
+        per_row = jnp.repeat(factor * share / divisors[index], mask.shape[0] // groups)
+        head = head_loss(
+            params, hidden, targets, mask, jnp.where(mask, per_row[:, None], 0.0),
+            logits=logits, depth=index + 1, z_loss_multiplier=0.0,
+        )  # fmt: skip
+        objective += head.objective
+        sums.append(head.xent.reshape(groups, -1).sum(-1))
+    summed = jnp.stack(sums)  # [H R]
+    raw = (summed / divisors).sum(0).mean()
+    return _MtpLoss(objective, factor * raw, raw, (summed / own).mean(1))
+
+
+@no_type_check  # a pytree also holds shapes, shardings and NumPy arrays
+@struct.dataclass
+class _RouterLoss:
+    objective: Float[Array, ""]
+    contribution: Float[Array, ""]
+    raw: Float[Array, ""]
+
+
+def _router_loss(
+    value: Float[Array, "R L"], share: Float[Array, " R"], *, coefficient: float
+) -> _RouterLoss:
+    """Sum over routers for the objective, average over them for the raw value."""
+    groups, routers = value.shape
+    per_group = value.sum(1)
+    raw = value.sum() / (groups * max(routers, 1))
+    if not coefficient:  # 0 * NaN would be NaN, and XLA keeps the product
+        zero = jnp.zeros((), jnp.float32)
+        return _RouterLoss(zero, zero, raw)
+    return _RouterLoss(
+        coefficient * jnp.dot(share, per_group), coefficient * per_group.mean(), raw
+    )
