@@ -24,24 +24,19 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change[T]:
     """What happened to an object: its new state, or its last one if it is deleted."""
 
-    object: JsonObject
+    key: Key
+    object: T
     deleted: bool
 
 
-def key_of(item: JsonObject) -> Key:
-    """Return an object's namespace ('' for none) and name."""
-    metadata = item["metadata"]
-    return metadata.get("namespace", ""), metadata["name"]
-
-
-class Reflector:
+class Reflector[T]:
     """Lists, then watches, for ever; `objects` is what the API server last said.
 
     A deletion that happened while no watch was open is found by the next list and reported like
-    any other. Callers must not change the objects.
+    any other. Of each object only its view is kept: what decisions read, a tenth of the whole.
 
     Attributes:
       kind: for logs and metrics, such as 'pods'.
@@ -55,7 +50,8 @@ class Reflector:
         path: str,
         *,
         kind: str,
-        on_change: Callable[[Change], None],
+        view: Callable[[JsonObject], T],
+        on_change: Callable[[Change[T]], None],
         label_selector: str | None = None,
         watch_seconds: tuple[float, float] = WATCH_SECONDS,
     ) -> None:
@@ -64,17 +60,18 @@ class Reflector:
         self.relists = 0
         self._client = client
         self._path = path
+        self._view = view
         self._on_change = on_change
         self._selection = {"labelSelector": label_selector} if label_selector else {}
         self._watch_seconds = watch_seconds
-        self._objects: dict[Key, JsonObject] = {}
+        self._objects: dict[Key, T] = {}
         self._resource_version: str | None = None
         self._backoff = FIRST_BACKOFF_SECONDS
         self._last_event = self._last_activity = time.monotonic()
         self._last_problem: str | None = None
 
     @property
-    def objects(self) -> Mapping[Key, JsonObject]:
+    def objects(self) -> Mapping[Key, T]:
         """The cache, read-only."""
         return MappingProxyType(self._objects)
 
@@ -107,6 +104,10 @@ class Reflector:
             except ApiError as error:
                 if error.status is not None:
                     self._resource_version = None
+                if error.is_not_found and not self.synced.is_set():
+                    # The kind is not installed yet, so there are none. Later a 404 proves
+                    # nothing: taking it for deletions would cancel every run.
+                    self.synced.set()
                 problem = str(error)
             self._last_activity = time.monotonic()
             if problem is not None:
@@ -122,26 +123,26 @@ class Reflector:
 
     async def _list(self) -> None:
         """Read every page, then replace the cache and report what changed."""
-        found: dict[Key, JsonObject] = {}
+        found: dict[Key, T] = {}
         page: dict[str, str] = {}
         while True:
             answer = await self._client.get(self._path, **self._selection, **page, limit=str(PAGE))
             for item in answer["items"]:
-                found[key_of(item)] = _trim(item)
+                found[_key(item)] = self._view(item)
             token = answer["metadata"].get("continue")
             if not token:
                 break
             page = {"continue": token}
-        gone = [item for key, item in self._objects.items() if key not in found]
+        gone = {key: item for key, item in self._objects.items() if key not in found}
         self._objects = found
         self._resource_version = answer["metadata"]["resourceVersion"]
         self.relists += 1
         self._mark_event()
         _log.info("listed", extra={"kind": self.kind, "objects": len(found)})
-        for item in gone:
-            self._on_change(Change(object=item, deleted=True))
-        for item in found.values():
-            self._on_change(Change(object=item, deleted=False))
+        for key, item in gone.items():
+            self._on_change(Change(key=key, object=item, deleted=True))
+        for key, item in found.items():
+            self._on_change(Change(key=key, object=item, deleted=False))
         self.synced.set()
 
     async def _watch(self) -> None:
@@ -170,23 +171,22 @@ class Reflector:
             self._backoff = FIRST_BACKOFF_SECONDS
             self._last_problem = None
             if kind != "BOOKMARK":
-                self._apply(_trim(item), deleted=kind == "DELETED")
+                self._apply(_key(item), self._view(item), deleted=kind == "DELETED")
 
-    def _apply(self, item: JsonObject, *, deleted: bool) -> None:
+    def _apply(self, key: Key, item: T, *, deleted: bool) -> None:
         if deleted:
-            self._objects.pop(key_of(item), None)
+            self._objects.pop(key, None)
         else:
-            self._objects[key_of(item)] = item
-        self._on_change(Change(object=item, deleted=deleted))
+            self._objects[key] = item
+        self._on_change(Change(key=key, object=item, deleted=deleted))
 
     def _mark_event(self) -> None:
         self._last_event = self._last_activity = time.monotonic()
 
 
-def _trim(item: JsonObject) -> JsonObject:
-    """Drop who-set-what: half of an object's size, and nothing here reads it."""
-    item["metadata"].pop("managedFields", None)
-    return item
+def _key(item: JsonObject) -> Key:
+    metadata = item["metadata"]
+    return metadata.get("namespace", ""), metadata["name"]
 
 
 def _stream_error(status: JsonObject) -> ApiError:

@@ -1,6 +1,7 @@
 """Keys waiting for a worker: each at most once, never two workers on one, backoff per key."""
 
 import asyncio
+import time
 from collections.abc import Hashable
 
 FIRST_DELAY_SECONDS = 1.0
@@ -24,7 +25,8 @@ class WorkQueue[K: Hashable]:
         self._longest_delay_seconds = longest_delay_seconds
         self._ready: asyncio.Queue[K] = asyncio.Queue()
         self._dirty: set[K] = set()
-        self._in_progress: set[K] = set()
+        self._in_progress: dict[K, float] = {}
+        self._last_turn = time.monotonic()
         self._timers: dict[K, asyncio.TimerHandle] = {}
         self._failures: dict[K, int] = {}
 
@@ -37,13 +39,21 @@ class WorkQueue[K: Hashable]:
         """How many keys workers hold."""
         return len(self._in_progress)
 
+    @property
+    def stalled_seconds(self) -> float:
+        """How long a key has been held, or keys have waited without one being taken; else 0."""
+        now = time.monotonic()
+        held = now - min(self._in_progress.values(), default=now)
+        waited = now - self._last_turn if len(self) else 0.0
+        return max(held, waited)
+
     def add(self, key: K) -> None:
         """Queue a key; nothing happens if it waits already."""
         if key in self._dirty:
             return
         self._dirty.add(key)
         if key not in self._in_progress:
-            self._ready.put_nowait(key)
+            self._enqueue(key)
 
     def add_after(self, key: K, seconds: float) -> None:
         """Queue a key later; of several delays of one key the earliest counts."""
@@ -81,20 +91,25 @@ class WorkQueue[K: Hashable]:
         """Wait for a key and take it; call done() with it afterwards."""
         key = await self._ready.get()
         self._dirty.discard(key)
-        self._in_progress.add(key)
+        self._last_turn = self._in_progress[key] = time.monotonic()
         return key
 
     def done(self, key: K) -> None:
         """Give a key back; it is queued again if it was added meanwhile."""
-        self._in_progress.discard(key)
+        self._in_progress.pop(key, None)
         if key in self._dirty:
-            self._ready.put_nowait(key)
+            self._enqueue(key)
 
     def close(self) -> None:
         """Drop every delayed key."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+
+    def _enqueue(self, key: K) -> None:
+        if not len(self):
+            self._last_turn = time.monotonic()
+        self._ready.put_nowait(key)
 
     def _expire(self, key: K) -> None:
         self._timers.pop(key, None)

@@ -19,6 +19,8 @@ from ling_operator.rest import ApiError, RestClient
 
 PATH = "/apis/example.com/v1/things"
 
+type Thing = dict[str, Any]
+
 
 class ThingServer:
     """Serves one kind, with faults that a test switches on."""
@@ -45,7 +47,6 @@ class ThingServer:
             "name": name,
             "namespace": "ns",
             "resourceVersion": str(self.version),
-            "managedFields": [{"manager": "someone"}],
         }
         self.objects[name] = {"metadata": metadata, **fields}
         self._record(kind, self.objects[name])
@@ -134,8 +135,8 @@ class ThingServer:
 @asynccontextmanager
 async def reflecting(
     server: ThingServer, *, idle: float = 5.0, watch_seconds: tuple[float, float] = (240, 300)
-) -> AsyncGenerator[tuple[Reflector, list[Change]]]:
-    changes: list[Change] = []
+) -> AsyncGenerator[tuple[Reflector[Thing], list[Change[Thing]]]]:
+    changes: list[Change[Thing]] = []
     await server.start()
     connection = Connection(
         server=f"http://127.0.0.1:{server.port}", tls=None, authorization=lambda: "Bearer t"
@@ -145,6 +146,7 @@ async def reflecting(
             client,
             PATH,
             kind="things",
+            view=lambda item: {k: v for k, v in item.items() if k != "status"},
             on_change=changes.append,
             label_selector="app=x",
             watch_seconds=watch_seconds,
@@ -165,7 +167,7 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
             await asyncio.sleep(0.01)
 
 
-def names(reflector: Reflector) -> set[str]:
+def names(reflector: Reflector[Thing]) -> set[str]:
     return {name for _, name in reflector.objects}
 
 
@@ -189,19 +191,19 @@ async def test_a_list_is_read_in_pages_and_the_watch_goes_on_from_it() -> None:
         await until(lambda: names(reflector) == {f"t{i}" for i in (1, 2, 3, 4, 5, 6, 7, 9)})
         assert reflector.relists == 1
         assert changes[-1].deleted
-        assert changes[-1].object["metadata"]["name"] == "t0"
+        assert changes[-1].key == ("ns", "t0")
 
 
 @pytest.mark.asyncio
-async def test_managed_fields_are_not_kept() -> None:
+async def test_only_the_view_of_an_object_is_kept() -> None:
     server = ThingServer()
-    server.set("listed")
+    server.set("listed", status="long", spec="short")
     async with reflecting(server) as (reflector, _):
         await until(lambda: bool(server.watches))
-        server.set("watched")
+        server.set("watched", status="long", spec="short")
         await until(lambda: len(reflector.objects) == 2)
         for item in reflector.objects.values():
-            assert "managedFields" not in item["metadata"]
+            assert set(item) == {"metadata", "spec"}
 
 
 @pytest.mark.asyncio
@@ -222,8 +224,8 @@ async def test_an_expired_watch_lists_again_and_reports_what_was_deleted_meanwhi
         server.watch_answer = "normal"
         await until(lambda: names(reflector) == {"stays"})
         assert reflector.relists >= 2
-        gone = [c.object["metadata"]["name"] for c in changes if c.deleted]
-        assert gone == ["goes"]
+        gone = [c.key for c in changes if c.deleted]
+        assert gone == [("ns", "goes")]
 
 
 @pytest.mark.asyncio
@@ -293,6 +295,24 @@ async def test_a_refused_list_is_retried_more_and_more_slowly_until_it_is_allowe
         assert reflector.last_activity_age < 1.7, "retrying is being alive"
         server.list_status = 200
         await until(reflector.synced.is_set)
+
+
+@pytest.mark.asyncio
+async def test_a_kind_that_is_not_installed_is_an_empty_cache_until_it_is() -> None:
+    server = ThingServer()
+    server.set("a")
+    server.list_status = 404
+    async with reflecting(server) as (reflector, changes):
+        await until(reflector.synced.is_set)
+        assert dict(reflector.objects) == {}
+        server.list_status = 200
+        await until(lambda: names(reflector) == {"a"})
+        server.list_status = 404
+        server.watch_answer = "expired"
+        server.bookmark()
+        await until(lambda: len(server.list_queries) > 4)
+        assert names(reflector) == {"a"}, "a 404 is no deletion of what was there"
+        assert not any(change.deleted for change in changes)
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,143 @@
+"""The process `ling-operator`: flags, tasks, signals. Any task that ends ends the process."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from ling_operator.caches import Caches
+from ling_operator.cluster import Cluster
+from ling_operator.connection import Connection, NoClusterError, discover
+from ling_operator.controller import Controller
+from ling_operator.logs import log_json
+from ling_operator.reflector import Key
+from ling_operator.rest import RestClient
+from ling_operator.scrape import scrape_session
+from ling_operator.telemetry import Telemetry
+from ling_operator.workqueue import WorkQueue
+
+STOP_SECONDS = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the operator until SIGTERM (code 0), a dead task (1) or a wrong setting (2)."""
+    options = _parse(arguments)
+    log_json(level=options.log_level)
+    try:
+        connection = discover(options.kubeconfig)
+    except NoClusterError as error:
+        _log.error("no cluster", extra={"error": str(error)})
+        sys.exit(2)
+    sys.exit(asyncio.run(operate(options, connection)))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ling-operator", description="Runs TrainingRuns as JobSets and halts diverged ones."
+    )
+    parser.add_argument("--kubeconfig", help="default: KUBECONFIG, ~/.kube/config, in-cluster")
+    parser.add_argument("--namespace", help="watch this namespace only; default: all")
+    parser.add_argument(
+        "--metrics-bind-address",
+        type=_address,
+        default=":8080",
+        metavar="HOST:PORT",
+        help="own /metrics; 0 serves none (default :8080)",
+    )
+    parser.add_argument(
+        "--health-probe-bind-address",
+        type=_address,
+        default=":8081",
+        metavar="HOST:PORT",
+        help="/healthz and /readyz; 0 serves none (default :8081)",
+    )
+    parser.add_argument("--workers", type=_positive, default=16, help="runs looked at at once")
+    parser.add_argument(
+        "--log-level", choices=["debug", "info", "warning", "error"], default="info"
+    )
+    return parser.parse_args(arguments)
+
+
+def _address(text: str) -> str:
+    _, colon, port = text.rpartition(":")
+    if text != "0" and not (colon and port.isdigit() and int(port) < 65536):
+        msg = f"{text!r} is no address; write HOST:PORT, :PORT or 0"
+        raise argparse.ArgumentTypeError(msg)
+    return text
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        msg = f"{text!r} is no positive number"
+        raise argparse.ArgumentTypeError(msg)
+    return int(text)
+
+
+async def operate(options: argparse.Namespace, connection: Connection) -> int:
+    """Run every task until a signal or the first that ends; return the exit code."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(RestClient(connection))
+        session = await stack.enter_async_context(scrape_session())
+        queue: WorkQueue[Key] = WorkQueue()
+        caches = Caches(client, namespace=options.namespace, wake=queue.add)
+        telemetry = Telemetry(queue, caches)
+        await telemetry.serve(
+            stack,
+            metrics=options.metrics_bind_address,
+            probes=options.health_probe_bind_address,
+        )
+        controller = Controller(queue, caches, Cluster(client, caches), telemetry)
+        tasks = [_named(r.run(), f"watch {r.kind}") for r in caches.reflectors]
+        _log.info("started", extra={"server": connection.server, "namespace": options.namespace})
+        # With leader election, everything below waits for the lease; the caches do not.
+        synced = _named(caches.synced(), "first lists")
+        ended = await _first_end([*tasks, synced], stop)
+        if ended is synced:
+            telemetry.workers_started()
+            _log.info("caches synced")
+            tasks += [_named(controller.work(), f"worker {i}") for i in range(options.workers)]
+            tasks += [_named(controller.scrape(session), "scraper")]
+            tasks += [_named(controller.resync(), "resync")]
+            ended = await _first_end(tasks, stop)
+        await controller.stop(STOP_SECONDS)
+        queue.close()
+        for task in [*tasks, synced]:
+            task.cancel()
+        await asyncio.gather(*tasks, synced, return_exceptions=True)
+    return _exit_code(ended)
+
+
+def _named[T](coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    return asyncio.create_task(coroutine, name=name)
+
+
+async def _first_end(
+    tasks: list[asyncio.Task[None]], stop: asyncio.Event
+) -> asyncio.Task[None] | None:
+    """Wait for the first task to end and return it; None if a signal came first."""
+    signalled = asyncio.create_task(stop.wait(), name="signal")
+    done, _ = await asyncio.wait({*tasks, signalled}, return_when=asyncio.FIRST_COMPLETED)
+    signalled.cancel()
+    return next((task for task in tasks if task in done), None)
+
+
+def _exit_code(ended: asyncio.Task[None] | None) -> int:
+    if ended is None:
+        _log.info("stopped by a signal")
+        return 0
+    error = None if ended.cancelled() else ended.exception()
+    _log.critical("a task ended", extra={"task": ended.get_name()}, exc_info=error)
+    return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""What the API server last said about runs, JobSets, Jobs and pods, found by the run's key."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from ling_operator.api import GROUP, PLURAL, RUN_LABEL, VERSION
+from ling_operator.reflector import Change, Key, Reflector
+from ling_operator.rest import JsonObject, RestClient
+from ling_operator.scrape import ScrapeTarget
+from ling_operator.views import JobSetView, PodView, view_jobset, view_pod
+
+JOBSET_GROUP = "jobset.x-k8s.io/v1alpha2"
+DEFAULT_SCRAPE_SECONDS = 5.0
+_GONE_PODS_KEPT = 64
+_ORDINARY_EXITS = frozenset({None, 0, 143})
+_DIVERGED_EXIT = 90
+
+
+def collection(group_version: str, plural: str, namespace: str | None) -> str:
+    """Return the path of a kind's objects: of a namespace, or of all for None."""
+    root = "/api/v1" if group_version == "v1" else f"/apis/{group_version}"
+    return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScrapeJob:
+    """One run whose metrics can be read now."""
+
+    key: Key
+    interval_seconds: float
+    target: ScrapeTarget
+
+
+class Caches:
+    """The watched kinds. Any change of a run, or of what belongs to it, calls wake(key).
+
+    Attributes:
+      runs: TrainingRuns as they came, without managedFields.
+      jobsets: all JobSets of the namespaces watched, others' too: a name may be taken.
+      jobs: the run's name of each Job that has our label.
+      pods: pods with our label.
+      reflectors: all four, to be run and asked for their age.
+    """
+
+    def __init__(
+        self, client: RestClient, *, namespace: str | None, wake: Callable[[Key], None]
+    ) -> None:
+        self._wake = wake
+        self._pods: dict[Key, dict[str, PodView]] = {}
+        self._gone: dict[Key, dict[str, PodView]] = {}
+        self._jobs: dict[Key, set[str]] = {}
+        self.runs = Reflector(
+            client,
+            collection(f"{GROUP}/{VERSION}", PLURAL, namespace),
+            kind=PLURAL,
+            view=trim,
+            on_change=self._run_changed,
+        )
+        self.jobsets = Reflector(
+            client,
+            collection(JOBSET_GROUP, "jobsets", namespace),
+            kind="jobsets",
+            view=view_jobset,
+            on_change=self._jobset_changed,
+        )
+        self.jobs = Reflector(
+            client,
+            collection("batch/v1", "jobs", namespace),
+            kind="jobs",
+            view=_run_label,
+            on_change=self._job_changed,
+            label_selector=RUN_LABEL,
+        )
+        self.pods = Reflector(
+            client,
+            collection("v1", "pods", namespace),
+            kind="pods",
+            view=view_pod,
+            on_change=self._pod_changed,
+            label_selector=RUN_LABEL,
+        )
+        self.reflectors = (self.runs, self.jobsets, self.jobs, self.pods)
+
+    async def synced(self) -> None:
+        """Wait until every kind has been listed: deciding earlier would miss what exists."""
+        for reflector in self.reflectors:
+            await reflector.synced.wait()
+
+    def run(self, key: Key) -> JsonObject | None:
+        """Return a TrainingRun; callers must not change it."""
+        return self.runs.objects.get(key)
+
+    def jobset(self, key: Key) -> JobSetView | None:
+        """Return the JobSet of this name, whoever owns it."""
+        return self.jobsets.objects.get(key)
+
+    def pods_of(self, key: Key) -> tuple[PodView, ...]:
+        """Return a run's pods, and those gone that ended in a way that matters."""
+        return (*self._pods.get(key, {}).values(), *self._gone.get(key, {}).values())
+
+    def jobs_of(self, key: Key) -> tuple[str, ...]:
+        """Return the names of a run's Jobs."""
+        return tuple(sorted(self._jobs.get(key, ())))
+
+    def scrape_jobs(self) -> Iterator[ScrapeJob]:
+        """Yield every run whose process 0 runs and has an address."""
+        for key, raw in self.runs.objects.items():
+            target = _target(self._pods.get(key, {}))
+            if target is not None:
+                yield ScrapeJob(key=key, interval_seconds=_interval(raw), target=target)
+
+    def _run_changed(self, change: Change[JsonObject]) -> None:
+        if change.deleted:
+            self._gone.pop(change.key, None)
+        self._wake(change.key)
+
+    def _jobset_changed(self, change: Change[JobSetView]) -> None:
+        self._wake(change.key)
+
+    def _job_changed(self, change: Change[str]) -> None:
+        key = change.key[0], change.object
+        names = self._jobs.setdefault(key, set())
+        if change.deleted:
+            names.discard(change.key[1])
+        else:
+            names.add(change.key[1])
+        if not names:
+            del self._jobs[key]
+        self._wake(key)
+
+    def _pod_changed(self, change: Change[PodView]) -> None:
+        pod = change.object
+        key = change.key[0], pod.run
+        pods = self._pods.setdefault(key, {})
+        if change.deleted:
+            pods.pop(pod.uid, None)
+            self._remember(key, pod)
+        else:
+            pods[pod.uid] = pod
+        if not pods:
+            del self._pods[key]
+        self._wake(key)
+
+    def _remember(self, key: Key, pod: PodView) -> None:
+        """Keep what a deleted pod tells: its exit code may be the only evidence of divergence."""
+        if pod.exit_code in _ORDINARY_EXITS or key not in self.runs.objects:
+            return
+        gone = self._gone.setdefault(key, {})
+        gone[pod.uid] = replace(pod, gone=True)
+        if len(gone) > _GONE_PODS_KEPT:
+            least = next((u for u, p in gone.items() if p.exit_code != _DIVERGED_EXIT), pod.uid)
+            del gone[least]
+
+
+def trim(item: JsonObject) -> JsonObject:
+    """Drop who set what: half of an object's size, and nothing here reads it."""
+    item["metadata"].pop("managedFields", None)
+    return item
+
+
+def _run_label(item: JsonObject) -> str:
+    return str(item["metadata"]["labels"][RUN_LABEL])
+
+
+def _interval(raw: JsonObject) -> float:
+    """Read spec.health.scrapeIntervalSeconds without validating the whole object each time."""
+    health = cast("Mapping[str, Any]", raw.get("spec", {}).get("health") or {})
+    seconds = health.get("scrapeIntervalSeconds", DEFAULT_SCRAPE_SECONDS)
+    return float(seconds) if isinstance(seconds, int | float) else DEFAULT_SCRAPE_SECONDS
+
+
+def _target(pods: Mapping[str, PodView]) -> ScrapeTarget | None:
+    """Find global process 0 of the newest attempt and restart."""
+    first = [p for p in pods.values() if p.job_index == 0 and p.completion_index == 0 and p.ready]
+    if not first:
+        return None
+    pod = max(first, key=lambda p: (p.attempt, p.restart_attempt))
+    if pod.ip is None or not pod.metrics_port:
+        return None
+    return ScrapeTarget(
+        ip=pod.ip, port=pod.metrics_port, pod_uid=pod.uid, host_network=pod.host_network
+    )

@@ -1,0 +1,261 @@
+"""observe() and execute(): a run as the caches show it, and a plan carried out by the API server.
+
+The only caller of the API server for anything but lists and watches.
+"""
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from ling_operator.api import API_VERSION, GROUP, KIND, PLURAL, VERSION, TrainingRun, dump
+from ling_operator.caches import JOBSET_GROUP, Caches, collection, trim
+from ling_operator.plan import (
+    Action,
+    CreateJobSet,
+    DeleteJobSet,
+    Event,
+    Observed,
+    Plan,
+    SetSuspend,
+)
+from ling_operator.reflector import Key
+from ling_operator.rest import ApiError, JsonObject, RestClient
+from ling_operator.scrape import ScrapeFailure
+from ling_operator.verdict import HealthSample
+from ling_operator.views import JobSetView, view_jobset
+from ling_trainer.schema import ConfigError
+
+OLDEST_EVENT = timedelta(minutes=50)  # the API server keeps events for an hour
+_CREATED_SECONDS = 30.0
+_NOTE_BYTES = 1024
+_REPORTER = f"{GROUP}/ling-operator"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Our own status write, until the watch brings it: the cache's version before, and after."""
+
+    before: str
+    after: JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class _Created:
+    """A JobSet that we made, until the watch brings it."""
+
+    jobset: JobSetView
+    until: float
+
+
+class Cluster:
+    """Reads from caches and writes to the API server, one run at a time."""
+
+    def __init__(
+        self,
+        client: RestClient,
+        caches: Caches,
+        *,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._client = client
+        self._caches = caches
+        self._now = now
+        self._instance = socket.gethostname()
+        self._written: dict[Key, _Written] = {}
+        self._created: dict[Key, _Created] = {}
+        self._refused: dict[Key, tuple[int, str]] = {}
+        self._samples: dict[Key, HealthSample] = {}
+        self._problems: dict[Key, str] = {}
+        self._told: dict[Key, set[str]] = {}
+
+    def record(self, key: Key, result: HealthSample | ScrapeFailure) -> None:
+        """Take the outcome of a scrape: the next observation has it."""
+        if isinstance(result, HealthSample):
+            self._samples[key] = result
+            self._problems.pop(key, None)
+        else:
+            self._problems[key] = result.message
+
+    async def observe(self, namespace: str, name: str) -> Observed | None:
+        """Return all that a decision about a run rests on; None if there is no such run."""
+        key = namespace, name
+        raw = self._run(key)
+        if raw is None:
+            self._forget(key)
+            return None
+        run, spec_error = parse_run(raw)
+        pods = self._caches.pods_of(key)
+        sample = self._samples.get(key)
+        if sample is not None and sample.pod_uid not in {pod.uid for pod in pods}:
+            sample = None  # of an earlier attempt, whose pod is gone
+        attempt, message = self._refused.get(key, (0, None))
+        return Observed(
+            run=run,
+            spec_error=spec_error,
+            jobset=self._jobset(key),
+            pods=pods,
+            jobs=self._caches.jobs_of(key),
+            sample=sample,
+            scrape_problem=self._problems.get(key),
+            create_error=message if attempt == run.spec.attempt else None,
+            now=self._now(),
+        )
+
+    async def execute(self, observed: Observed, plan: Plan) -> None:
+        """Write the intent, then act, then tell.
+
+        Raises:
+          ApiError: a request was refused; what came after it was not tried. A conflict means that
+            the observation is out of date.
+        """
+        key = observed.run.metadata.namespace, observed.run.metadata.name
+        creates = any(isinstance(action, CreateJobSet) for action in plan.actions)
+        if creates or plan.status != observed.run.status:
+            await self._write_status(key, observed, plan)
+        for action in plan.actions:
+            await self._act(key, observed.run, action)
+        for event in plan.events:
+            await self._tell(key, observed.run, event)
+
+    def _run(self, key: Key) -> JsonObject | None:
+        """Return the run, with our last status write even before the watch shows it."""
+        raw = self._caches.run(key)
+        written = self._written.get(key)
+        if raw is None or written is None:
+            return raw
+        if raw["metadata"]["resourceVersion"] == written.before:
+            return written.after
+        del self._written[key]
+        return raw
+
+    def _jobset(self, key: Key) -> JobSetView | None:
+        """Return the JobSet, the one we just made even before the watch shows it."""
+        seen = self._caches.jobset(key)
+        created = self._created.get(key)
+        if created is None:
+            return seen
+        if seen is None and time.monotonic() < created.until:
+            return created.jobset
+        del self._created[key]
+        return seen
+
+    async def _write_status(self, key: Key, observed: Observed, plan: Plan) -> None:
+        """PUT the status; a stale resourceVersion, or another object, is refused with 409."""
+        metadata = observed.run.metadata
+        body: JsonObject = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {
+                "namespace": metadata.namespace,
+                "name": metadata.name,
+                "uid": metadata.uid,
+                "resourceVersion": metadata.resource_version,
+            },
+            "status": dump(plan.status),
+        }
+        path = f"{_runs(metadata.namespace)}/{metadata.name}/status"
+        after = trim(await self._client.put(path, body))
+        self._written[key] = _Written(before=metadata.resource_version, after=after)
+
+    async def _act(self, key: Key, run: TrainingRun, action: Action) -> None:
+        jobsets = collection(JOBSET_GROUP, "jobsets", run.metadata.namespace)
+        path = f"{jobsets}/{run.metadata.name}"
+        log = {"run": "/".join(key), "action": type(action).__name__}
+        try:
+            match action:
+                case CreateJobSet(manifest):
+                    await self._create(key, run, jobsets, manifest)
+                case SetSuspend(uid, suspend, _):
+                    body = {"metadata": {"uid": uid}, "spec": {"suspend": suspend}}
+                    await self._client.merge_patch(path, body)
+                case DeleteJobSet(uid, _):
+                    await self._client.delete(path, uid=uid, propagation="Foreground")
+        except ApiError as error:
+            if error.is_not_found and not isinstance(action, CreateJobSet):
+                return  # gone already, which the watch will show
+            raise
+        _log.info("acted", extra=log | {"reason": getattr(action, "reason", "")})
+
+    async def _create(self, key: Key, run: TrainingRun, path: str, manifest: JsonObject) -> None:
+        try:
+            created = await self._client.post(path, manifest)
+        except ApiError as error:
+            if error.status is not None and not error.is_conflict:
+                hint = "; is the JobSet controller installed?" if error.is_not_found else ""
+                self._refused[key] = run.spec.attempt, error.message + hint
+            raise
+        self._refused.pop(key, None)
+        until = time.monotonic() + _CREATED_SECONDS
+        self._created[key] = _Created(view_jobset(created), until)
+
+    async def _tell(self, key: Key, run: TrainingRun, event: Event) -> None:
+        """Post an event unless the API server has it; its name is the transition's."""
+        name = event.name(run)
+        told = self._told.setdefault(key, set())
+        if name in told or self._now() - event.time > OLDEST_EVENT:
+            return
+        path = collection("events.k8s.io/v1", "events", run.metadata.namespace)
+        try:
+            await self._client.post(path, self._event(run, event))
+        except ApiError as error:
+            if not error.is_conflict:
+                raise
+        told.add(name)
+
+    def _event(self, run: TrainingRun, event: Event) -> JsonObject:
+        metadata = run.metadata
+        return {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"namespace": metadata.namespace, "name": event.name(run)},
+            "eventTime": event.time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "type": event.type,
+            "reason": event.reason,
+            "action": event.reason,
+            "note": event.message.encode()[:_NOTE_BYTES].decode(errors="ignore"),
+            "reportingController": _REPORTER,
+            "reportingInstance": self._instance,
+            "regarding": {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "namespace": metadata.namespace,
+                "name": metadata.name,
+                "uid": metadata.uid,
+            },
+        }
+
+    def _forget(self, key: Key) -> None:
+        """Drop what is remembered of a run that is gone."""
+        memories: tuple[dict[Key, Any], ...] = (
+            self._written,
+            self._created,
+            self._refused,
+            self._samples,
+            self._problems,
+            self._told,
+        )
+        for memory in memories:
+            memory.pop(key, None)
+
+
+def parse_run(raw: JsonObject) -> tuple[TrainingRun, str | None]:
+    """Read a run; a spec that cannot be read gives a placeholder and says what is wrong.
+
+    The CRD refuses such a spec, unless it is older or newer than this program.
+    """
+    try:
+        return TrainingRun.parse(raw), None
+    except ConfigError as error:
+        attempt = raw.get("spec", {}).get("attempt", 1)
+        spec = {"image": "unreadable", "attempt": attempt if isinstance(attempt, int) else 1}
+        return TrainingRun.parse({**raw, "spec": spec}), str(error)
+
+
+def _runs(namespace: str) -> str:
+    return collection(f"{GROUP}/{VERSION}", PLURAL, namespace)

@@ -1,0 +1,120 @@
+"""The workers and the scraper: whatever wakes a run, it is observed, reconciled and executed."""
+
+import asyncio
+import logging
+import time
+from typing import Never
+
+import aiohttp
+
+from ling_operator.caches import Caches, ScrapeJob
+from ling_operator.cluster import Cluster
+from ling_operator.reconcile import reconcile
+from ling_operator.reflector import Key
+from ling_operator.rest import ApiError
+from ling_operator.scrape import ScrapeFailure, scrape
+from ling_operator.telemetry import Telemetry
+from ling_operator.workqueue import WorkQueue
+
+PASS_SECONDS = 120.0
+RESYNC_SECONDS = 600.0
+_CONFLICT_SECONDS = 0.2  # the watch is about to bring what we did not know
+_TICK_SECONDS = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class Controller:
+    """Brings every run of the caches to where its spec and its health say it should be."""
+
+    def __init__(
+        self, queue: WorkQueue[Key], caches: Caches, cluster: Cluster, telemetry: Telemetry
+    ) -> None:
+        self._queue = queue
+        self._caches = caches
+        self._cluster = cluster
+        self._telemetry = telemetry
+        self._stopping = False
+
+    async def work(self) -> None:
+        """Take one run after another until stopped."""
+        while not self._stopping:
+            key = await self._queue.get()
+            try:
+                await self._pass(key)
+            finally:
+                self._queue.done(key)
+
+    async def stop(self, seconds: float) -> None:
+        """Take no more runs, and give the passes in flight some seconds to end."""
+        self._stopping = True
+        until = time.monotonic() + seconds
+        while self._queue.in_progress and time.monotonic() < until:
+            await asyncio.sleep(_TICK_SECONDS)
+
+    async def resync(self) -> Never:
+        """Look at every run now and then, whether or not something woke it."""
+        while True:
+            await asyncio.sleep(RESYNC_SECONDS)
+            for key in self._caches.runs.objects:
+                self._queue.add(key)
+
+    async def scrape(self, session: aiohttp.ClientSession) -> Never:
+        """Read the metrics of every live run, each at its own interval."""
+        due: dict[Key, float] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                now = time.monotonic()
+                jobs = {job.key: job for job in self._caches.scrape_jobs()}
+                due = {key: when for key, when in due.items() if key in jobs}
+                for key, job in jobs.items():
+                    if due.get(key, now) <= now:
+                        due[key] = now + job.interval_seconds
+                        group.create_task(self._scrape(session, job))
+                await asyncio.sleep(_TICK_SECONDS)
+
+    async def _pass(self, key: Key) -> None:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(PASS_SECONDS):
+                result = await self._reconcile(key)
+        except ApiError as error:
+            result = self._refused(key, error)
+        except Exception:
+            # The top of an edge: one object's fault, ours or its own, must not stop the others.
+            delay = self._queue.add_failed(key)
+            _log.exception("pass failed", extra={"run": "/".join(key), "retry_seconds": delay})
+            result = "error"
+        self._telemetry.passes.labels(result).inc()
+        self._telemetry.pass_seconds.observe(time.monotonic() - started)
+
+    async def _reconcile(self, key: Key) -> str:
+        observed = await self._cluster.observe(*key)
+        if observed is None:
+            self._queue.forget_failures(key)
+            return "ok"
+        plan = reconcile(observed)
+        if plan.status.phase != observed.run.status.phase:
+            change = {"phase": plan.status.phase, "before": observed.run.status.phase}
+            _log.info("phase", extra={"run": "/".join(key)} | change)
+        await self._cluster.execute(observed, plan)
+        self._queue.forget_failures(key)
+        if plan.requeue_after is not None:
+            self._queue.add_after(key, plan.requeue_after.total_seconds())
+        return "ok"
+
+    def _refused(self, key: Key, error: ApiError) -> str:
+        if error.is_conflict:
+            self._queue.add_after(key, _CONFLICT_SECONDS)
+            return "conflict"
+        delay = self._queue.add_failed(key)
+        problem = {"run": "/".join(key), "error": str(error), "retry_seconds": delay}
+        _log.warning("request refused", extra=problem)
+        return "refused"
+
+    async def _scrape(self, session: aiohttp.ClientSession, job: ScrapeJob) -> None:
+        result = await scrape(session, job.target)
+        failed = isinstance(result, ScrapeFailure)
+        self._telemetry.scrapes.labels(result.reason if failed else "ok").inc()
+        self._cluster.record(job.key, result)
+        self._queue.add(job.key)

@@ -1,0 +1,181 @@
+"""The operator's own metrics, and the two ports that show them and its health."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from datetime import datetime
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ling_operator.caches import Caches
+from ling_operator.reflector import Key
+from ling_operator.rest import JsonObject
+from ling_operator.workqueue import WorkQueue
+from ling_trainer.health_metrics import RUN_LABELS
+
+# A watch is silent for 90 s and its retry pauses for 30 s at most; a pass is cut at 120 s.
+LONGEST_SILENCE_SECONDS = 240.0
+
+
+class Telemetry:
+    """Counts what the operator does, and reads the rest from queue and caches when asked."""
+
+    def __init__(self, queue: WorkQueue[Key], caches: Caches) -> None:
+        self._queue = queue
+        self._caches = caches
+        self.registry = CollectorRegistry()
+        self.passes = Counter(
+            "ling_operator_reconcile",
+            "Passes of reconcile by result: ok, conflict, refused or error.",
+            ["result"],
+            registry=self.registry,
+        )
+        self.pass_seconds = Histogram(
+            "ling_operator_reconcile_seconds",
+            "Seconds of a pass, requests included.",
+            buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 1, 5, 30),
+            registry=self.registry,
+        )
+        self.scrapes = Counter(
+            "ling_operator_scrapes",
+            "Reads of trainers' metrics by result: ok or why not.",
+            ["result"],
+            registry=self.registry,
+        )
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_Snapshot(queue, caches))
+        self._working = False
+
+    def workers_started(self) -> None:
+        """From now on a queue that stands still is a fault."""
+        self._working = True
+
+    def not_ready(self) -> str | None:
+        """Say which kinds have not been listed yet; None when all have."""
+        missing = [r.kind for r in self._caches.reflectors if not r.synced.is_set()]
+        return f"not listed yet: {', '.join(missing)}" if missing else None
+
+    def not_alive(self) -> str | None:
+        """Say what stands still; None while everything moves.
+
+        An API server that refuses or does not answer is no reason to restart this process; a
+        watch loop that has stopped trying, or a pass that never ends, is.
+        """
+        for reflector in self._caches.reflectors:
+            if reflector.last_activity_age > LONGEST_SILENCE_SECONDS:
+                return f"the watch of {reflector.kind} does nothing"
+        if self._working and self._queue.stalled_seconds > LONGEST_SILENCE_SECONDS:
+            return "the workers do nothing"
+        return None
+
+    async def serve(self, stack: AsyncExitStack, *, metrics: str, probes: str) -> None:
+        """Open the ports; they close with the stack.
+
+        Args:
+          stack: owns the servers from now on.
+          metrics: HOST:PORT of /metrics; an empty host is every address, "0" opens nothing.
+          probes: HOST:PORT of /healthz and /readyz.
+
+        Raises:
+          OSError: a port is taken.
+        """
+        pages: dict[str, Callable[[web.Request], Any]] = {"/metrics": self._metrics}
+        await _listen(stack, metrics, pages)
+        checks = {"/healthz": self.not_alive, "/readyz": self.not_ready}
+        await _listen(stack, probes, {path: _probe(check) for path, check in checks.items()})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        page = generate_latest(self.registry)
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class _Snapshot(Collector):
+    """Gauges of the moment. Series of a run live as long as its object: they are read from it."""
+
+    def __init__(self, queue: WorkQueue[Key], caches: Caches) -> None:
+        self._queue = queue
+        self._caches = caches
+
+    def describe(self) -> Iterable[Metric]:
+        """Name nothing in advance, so that registering reads no cache."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges."""
+        yield GaugeMetricFamily(
+            "ling_operator_queue_depth", "Runs waiting for a worker.", value=len(self._queue)
+        )
+        yield GaugeMetricFamily(
+            "ling_operator_workers_busy", "Runs being looked at.", value=self._queue.in_progress
+        )
+        yield from self._watches()
+        yield from self._runs()
+
+    def _watches(self) -> Iterator[Metric]:
+        age = _gauge(
+            "ling_operator_watch_age_seconds", "Since the last list, event or bookmark.", ["kind"]
+        )
+        relists = _gauge("ling_operator_watch_lists", "Complete lists since the start.", ["kind"])
+        objects = _gauge("ling_operator_watch_objects", "Objects in the cache.", ["kind"])
+        for reflector in self._caches.reflectors:
+            labels = [reflector.kind]
+            age.add_metric(labels, reflector.last_event_age)
+            relists.add_metric(labels, reflector.relists)
+            objects.add_metric(labels, len(reflector.objects))
+        yield from (age, relists, objects)
+
+    def _runs(self) -> Iterator[Metric]:
+        phase = _gauge("ling_run_phase", "1; the phase is a label.", [*RUN_LABELS, "phase"])
+        halted = _gauge("ling_run_halted", "1 if the run was stopped as diverged.", RUN_LABELS)
+        time = _gauge(
+            "ling_run_halted_timestamp_seconds",
+            "When and why the run was stopped; absent while it was not.",
+            [*RUN_LABELS, "reason"],
+        )
+        for (namespace, name), raw in self._caches.runs.objects.items():
+            status: JsonObject = raw.get("status") or {}
+            halt: Mapping[str, Any] | None = status.get("halt")
+            phase.add_metric([name, namespace, str(status.get("phase", "Pending"))], 1)
+            halted.add_metric([name, namespace], float(halt is not None))
+            if halt is not None:
+                seconds = datetime.fromisoformat(str(halt["time"])).timestamp()
+                time.add_metric([name, namespace, str(halt["reason"])], seconds)
+        yield from (phase, halted, time)
+
+
+def _gauge(name: str, text: str, labels: Iterable[str]) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, labels=list(labels))
+
+
+def _probe(check: Callable[[], str | None]) -> Callable[[web.Request], Any]:
+    async def answer(_: web.Request) -> web.Response:
+        problem = check()
+        return web.Response(text=problem or "ok", status=503 if problem else 200)
+
+    return answer
+
+
+async def _listen(
+    stack: AsyncExitStack, address: str, pages: Mapping[str, Callable[[web.Request], Any]]
+) -> None:
+    if address == "0":
+        return
+    host, _, port = address.rpartition(":")
+    app = web.Application()
+    for path, page in pages.items():
+        app.router.add_get(path, page)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, host.strip("[]") or None, int(port)).start()
