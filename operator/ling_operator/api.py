@@ -361,7 +361,11 @@ class TrainingRun(Schema):
           ConfigError: an unknown key, a wrong type or a value out of bounds; a line for each.
         """
         try:
-            return cls.model_validate_json(json.dumps(manifest, default=str), strict=True)
+            text = json.dumps(manifest, default=str, allow_nan=False)
+        except ValueError:
+            raise ConfigError("NaN and infinities have no place in a TrainingRun") from None
+        try:
+            return cls.model_validate_json(text, strict=True)
         except ValidationError as error:
             lines = [_describe(problem) for problem in error.errors(include_url=False)]
             raise ConfigError("\n".join(lines)) from None

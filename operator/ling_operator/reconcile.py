@@ -1,8 +1,303 @@
-"""Observed state to plan. The centre of the operator; pure, and total. Start reading here."""
+"""Observed state to plan. The centre of the operator; pure, and total. Start reading here.
 
-from ling_operator.plan import Observed, Plan
+A pass looks at everything and decides anew, whatever woke it: it moves to a new attempt if
+spec.attempt asks for one, folds what the cluster shows into the status, sets an ending if there
+is one, and plans at most one action that brings the JobSet closer to what the status says. The
+status is written before the action, so what an operator that dies in between has begun is in it.
+"""
+
+from datetime import timedelta
+
+from ling_operator.api import (
+    GROUP,
+    KIND,
+    MAX_ATTEMPTS_KEPT,
+    AttemptRecord,
+    ConditionType,
+    Reason,
+    Stop,
+    TrainingRunStatus,
+)
+from ling_operator.conditions import Truth, find, holds
+from ling_operator.ending import end_attempt, has_ended, is_cancelled
+from ling_operator.events import events_of
+from ling_operator.jobset import build_jobset
+from ling_operator.phase import phase_of
+from ling_operator.plan import Action, CreateJobSet, DeleteJobSet, Observed, Plan, SetSuspend
+from ling_operator.progress import (
+    attempt_pods,
+    current_jobset,
+    mark,
+    observe_attempt,
+    observe_end,
+    own_jobset,
+)
+from ling_operator.views import JobSetView, Owner
+from ling_trainer.schema import ConfigError
+
+OVERRIDE_PAUSE = timedelta(seconds=60)
+"""A stop that somebody undoes is done again at most this often."""
+WAIT = timedelta(seconds=5)
+"""Look again at what no watch tells."""
+STEADY_WRITE = timedelta(seconds=10)
+"""Progress alone is written this often."""
+
+
+type Step = tuple[TrainingRunStatus, tuple[Action, ...]]
 
 
 def reconcile(observed: Observed) -> Plan:
-    """Decide. Same input, same plan; applying a plan twice is applying it once."""
-    raise NotImplementedError
+    """Decide. Same input, same plan; applying a plan twice is applying it once.
+
+    Args:
+      observed: all that the decision may depend on.
+
+    Returns: The new status, at most one action, the events of young transitions, and when to look
+      again. The status equals the one observed where nothing needs to be written.
+    """
+    old = observed.run.status
+    if observed.run.metadata.deletion_timestamp is not None:
+        return Plan(status=old)  # the garbage collector removes what the object owns
+    status = _begin_attempt(observed)
+    status = _adopt(observed, status)
+    if not has_ended(status):
+        status = observe_attempt(observed, status)
+    status = end_attempt(observed, status)
+    if has_ended(status):
+        status = observe_end(observed, status)
+    status, actions = _act(observed, status)
+    status = status.model_copy(
+        update={
+            "phase": phase_of(observed, status),
+            "observed_generation": observed.run.metadata.generation,
+        }
+    )
+    return Plan(
+        status=_settle(observed, status),
+        actions=actions,
+        events=events_of(status, observed.now),
+        requeue_after=_look_again(observed, status),
+    )
+
+
+def _begin_attempt(observed: Observed) -> TrainingRunStatus:
+    """Move to the attempt that spec asks for, if it is a higher one; a lower one is ignored."""
+    old, wanted = observed.run.status, observed.run.spec.attempt
+    if wanted <= old.attempt:
+        return old
+    attempts = old.attempts
+    if attempts and attempts[-1].end_time is None:
+        ended = {"reason": Reason.SUPERSEDED, "end_time": observed.now}
+        attempts = (*attempts[:-1], attempts[-1].model_copy(update=ended))
+    attempts = (*attempts, AttemptRecord(attempt=wanted, start_time=observed.now))
+    return TrainingRunStatus(
+        attempt=wanted,
+        attempts=attempts[-MAX_ATTEMPTS_KEPT:],
+        last_finite_checkpoint=old.last_finite_checkpoint,
+        restore_before_step=_restore_before(old),
+    )
+
+
+def _restore_before(old: TrainingRunStatus) -> int | None:
+    """Return the step that the next attempt has to restore before; None for no such limit.
+
+    A limit stays until an attempt has got beyond it: until then the bad checkpoints may be there.
+    """
+    if old.halt is not None and old.halt.restore_before_step is not None:
+        return old.halt.restore_before_step
+    limit = old.restore_before_step
+    passed = limit is not None and old.health.highest_step >= limit
+    return None if passed else limit
+
+
+def _adopt(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
+    """Note the JobSet of the attempt when it is first seen."""
+    jobset = current_jobset(observed, status)
+    if jobset is None or status.job_set_uid is not None:
+        return status
+    attempts = status.attempts
+    if attempts:
+        last = attempts[-1].model_copy(update={"job_set_uid": jobset.uid})
+        attempts = (*attempts[:-1], last)
+    status = status.model_copy(update={"job_set_uid": jobset.uid, "attempts": attempts})
+    return mark(
+        observed,
+        status,
+        ConditionType.CREATED,
+        "True",
+        reason=Reason.JOB_SET_CREATED,
+        message=f"JobSet {jobset.name} runs attempt {status.attempt}.",
+    )
+
+
+def _act(observed: Observed, status: TrainingRunStatus) -> Step:
+    current = current_jobset(observed, status)
+    if has_ended(status):
+        return _enforce_stop(observed, status, current)
+    if current is not None:
+        return _pause_or_resume(observed, status, current)
+    old = own_jobset(observed)
+    if old is not None:
+        message = f"The JobSet of attempt {old.attempt} and its pods have to go first."
+        status = _not_created(observed, status, Reason.WAITING_FOR_PREVIOUS, message)
+        delete = DeleteJobSet(old.uid, f"attempt {status.attempt} replaces {old.attempt}")
+        return status, () if old.deleting else (delete,)
+    return _create(observed, status)
+
+
+def _enforce_stop(
+    observed: Observed, status: TrainingRunStatus, jobset: JobSetView | None
+) -> Step:
+    """Keep a halted or failed attempt suspended; do not fight with whoever undoes it."""
+    kinds = (ConditionType.HALTED, ConditionType.FAILED)
+    why = next((c.reason for c in status.conditions if c.type in kinds and c.status == "True"), "")
+    if not why or is_cancelled(status):
+        return status, ()
+    stop = status.stop or Stop()
+    if jobset is None or jobset.terminal or jobset.deleting or jobset.suspended:
+        return status.model_copy(update={"stop": stop.model_copy(update={"confirmed": True})}), ()
+    suspend = SetSuspend(jobset.uid, True, why)
+    if not stop.confirmed:
+        return status.model_copy(update={"stop": stop}), (suspend,)
+    last = stop.override_time
+    if last is not None and observed.now - last < OVERRIDE_PAUSE:
+        return status, ()
+    stop = stop.model_copy(update={"override_time": observed.now})
+    return status.model_copy(update={"stop": stop}), (suspend,)
+
+
+def _pause_or_resume(observed: Observed, status: TrainingRunStatus, jobset: JobSetView) -> Step:
+    """Follow spec.suspend; a JobSet that somebody else suspended is left to them."""
+    if jobset.terminal or jobset.deleting:
+        return status, ()
+    if observed.run.spec.suspend:
+        live = any(pod.live for pod in attempt_pods(observed.pods, status))
+        if jobset.suspended and not live:
+            reason, message = Reason.SUSPEND_REQUESTED, "spec.suspend is true; no pod runs."
+            return _suspended(observed, status, "True", reason, message), ()
+        message = "spec.suspend is true; pods write a checkpoint and leave."
+        status = _suspended(observed, status, "False", Reason.SUSPENDING, message)
+        pause = SetSuspend(jobset.uid, True, Reason.SUSPEND_REQUESTED)
+        return status, () if jobset.suspended else (pause,)
+    condition = find(status.conditions, ConditionType.SUSPENDED)
+    if condition is None or condition.reason == Reason.RESUMED:
+        return status, ()
+    if not jobset.suspended and holds(status.conditions, ConditionType.PODS_READY):
+        message = "The run goes on."
+        return _suspended(observed, status, "False", Reason.RESUMED, message), ()
+    message = "spec.suspend is false; pods start from the last checkpoint."
+    status = _suspended(observed, status, "False", Reason.RESUMING, message)
+    resume = SetSuspend(jobset.uid, False, Reason.RESUMING)
+    return status, (resume,) if jobset.suspended else ()
+
+
+def _create(observed: Observed, status: TrainingRunStatus) -> Step:
+    """Create the JobSet once nothing stands in its way; say what does."""
+    refusal = _refusal(observed, status)
+    if refusal is not None:
+        reason, message = refusal
+        return _not_created(observed, status, reason, message), ()
+    try:
+        manifest = build_jobset(
+            observed.run,
+            attempt=status.attempt,
+            restore_before_step=status.restore_before_step,
+        )
+    except ConfigError as error:
+        return _not_created(observed, status, Reason.INVALID_CONFIG, str(error)), ()
+    reason, message = Reason.CREATING, "The JobSet is being created."
+    if observed.create_error is not None:
+        reason, message = Reason.CREATE_FAILED, observed.create_error
+    return _not_created(observed, status, reason, message), (CreateJobSet(manifest),)
+
+
+def _refusal(observed: Observed, status: TrainingRunStatus) -> tuple[Reason, str] | None:
+    """Return what stands in the way of a JobSet, None if nothing does."""
+    if observed.spec_error is not None:
+        return Reason.INVALID_CONFIG, observed.spec_error
+    if observed.run.spec.suspend:
+        return Reason.NOT_STARTED, "spec.suspend is true; nothing was started yet."
+    name = observed.run.metadata.name
+    if observed.jobset is not None:
+        owner = observed.jobset.owner
+        if _is_earlier_run(owner, name):
+            message = f"The JobSet of an earlier TrainingRun {name} is still there."
+            return Reason.WAITING_FOR_PREVIOUS, message
+        whose = f"{owner.kind} {owner.name}" if owner is not None else "nobody"
+        message = (
+            f"A JobSet {name} exists and belongs to {whose}; it is left alone. "
+            "Delete it, or give this run another name."
+        )
+        return Reason.NAME_CONFLICT, message
+    live = sorted(pod.name for pod in observed.pods if pod.live)
+    if live or observed.jobs:
+        message = f"Still there: {', '.join([*observed.jobs, *live][:5])}."
+        return Reason.WAITING_FOR_PREVIOUS, message
+    return None
+
+
+def _is_earlier_run(owner: Owner | None, name: str) -> bool:
+    if owner is None or owner.kind != KIND or owner.name != name:
+        return False
+    return owner.api_version.split("/")[0] == GROUP
+
+
+def _not_created(
+    observed: Observed, status: TrainingRunStatus, reason: Reason, message: str
+) -> TrainingRunStatus:
+    kind = ConditionType.CREATED
+    return mark(observed, status, kind, "False", reason=reason, message=message)
+
+
+def _suspended(
+    observed: Observed, status: TrainingRunStatus, truth: Truth, reason: Reason, message: str
+) -> TrainingRunStatus:
+    kind = ConditionType.SUSPENDED
+    return mark(observed, status, kind, truth, reason=reason, message=message)
+
+
+def _settle(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
+    """Return what to write: everything at once that a decision rests on, progress every 10 s."""
+    old = observed.run.status
+    if status == old or _without_progress(status) != _without_progress(old):
+        return status
+    written = old.health.sample_time
+    due = written is None or observed.now - written >= STEADY_WRITE
+    return status if due else old
+
+
+def _without_progress(status: TrainingRunStatus) -> TrainingRunStatus:
+    """Return the status less what moves with every step while nothing is wrong."""
+    moving: dict[str, object] = {
+        "sample_time": None,
+        "progress_time": None,
+        "step": 0,
+        "highest_step": 0,
+        "last_finite_step": 0,
+    }
+    return status.model_copy(
+        update={
+            "training": status.training.model_copy(
+                update={"step": 0, "loss": None, "tokens_per_second": None}
+            ),
+            "health": status.health.model_copy(update=moving),
+            "conditions": tuple(
+                c.model_copy(update={"message": "", "observed_generation": 0})
+                for c in status.conditions
+            ),
+            "attempts": tuple(a.model_copy(update={"last_step": None}) for a in status.attempts),
+        }
+    )
+
+
+def _look_again(observed: Observed, status: TrainingRunStatus) -> timedelta | None:
+    """Return when something may be due that no watch tells."""
+    if has_ended(status):
+        stop = status.stop
+        if stop is not None and stop.override_time is not None:
+            left = stop.override_time + OVERRIDE_PAUSE - observed.now
+            return max(left, timedelta(seconds=1)) if left > timedelta() else None
+        return None
+    if current_jobset(observed, status) is None:
+        return WAIT
+    return timedelta(seconds=observed.run.spec.health.scrape_interval_seconds)

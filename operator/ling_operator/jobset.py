@@ -1,0 +1,142 @@
+"""JobSet of an attempt, shaped as XPK shapes it. Every default is written out. Pure."""
+
+import hashlib
+import json
+from typing import Any
+
+from ling_operator.api import (
+    API_VERSION,
+    KIND,
+    METRICS_PORT_ANNOTATION,
+    TEMPLATE_HASH_ANNOTATION,
+    TrainingRun,
+    TrainingRunSpec,
+    dump,
+)
+from ling_operator.pod_template import build_pod_template, labels_of
+from ling_operator.runnable import REPLICATED_JOB, metrics_port, num_hosts, require_runnable
+from ling_operator.views import TRAINER_CONTAINER
+
+type Manifest = dict[str, Any]
+
+FINAL_EXIT_CODES = (2, 3, 4, 5, 90)
+RESTART_EXIT_CODES = (42, 134, 143)
+
+
+def build_jobset(run: TrainingRun, *, attempt: int, restore_before_step: int | None) -> Manifest:
+    """Build the JobSet of an attempt.
+
+    Args:
+      run: the object; its status is not read.
+      attempt: number of the attempt.
+      restore_before_step: the trainer restores a checkpoint before this step; None: the newest.
+
+    Raises:
+      ConfigError: the spec cannot be run; one line for each problem.
+    """
+    require_runnable(run)
+    name, template = run.metadata.name, run.spec.template
+    annotations = template.annotations | {
+        METRICS_PORT_ANNOTATION: str(metrics_port(run)),
+        TEMPLATE_HASH_ANNOTATION: template_hash(run.spec),
+    }
+    if run.spec.tpu is not None:
+        annotations["alpha.jobset.sigs.k8s.io/exclusive-topology"] = (
+            "cloud.google.com/gke-nodepool"
+        )
+    spec: Manifest = {
+        "suspend": False,
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "successPolicy": {"operator": "All"},
+        "failurePolicy": _failure_policy(run.spec.restarts),
+        "replicatedJobs": [_replicated_job(run, attempt, restore_before_step)],
+    }
+    if template.ttl_seconds_after_finished is not None:
+        spec["ttlSecondsAfterFinished"] = template.ttl_seconds_after_finished
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {
+            "name": name,
+            "namespace": run.metadata.namespace,
+            "labels": labels_of(run, attempt),
+            "annotations": annotations,
+            "ownerReferences": [
+                {
+                    "apiVersion": API_VERSION,
+                    "kind": KIND,
+                    "name": name,
+                    "uid": run.metadata.uid,
+                    "controller": True,
+                }
+            ],
+        },
+        "spec": spec,
+    }
+
+
+def template_hash(spec: TrainingRunSpec) -> str:
+    """Hash what an attempt runs, as the user wrote it; suspend, attempt and health are not in."""
+    fixed = dump(spec)
+    for key in ("suspend", "attempt", "health"):
+        del fixed[key]
+    canonical = json.dumps(fixed, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _failure_policy(restarts: int) -> Manifest:
+    codes = "|".join(map(str, RESTART_EXIT_CODES))
+    return {
+        "maxRestarts": restarts,
+        "restartStrategy": "Recreate",
+        "rules": [
+            {
+                "name": "restartable",
+                "action": "RestartJobSetAndIgnoreMaxRestarts",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+                "onJobFailureMessagePatterns": [f"exit code ({codes}) "],
+            },
+            {
+                "name": "final",
+                "action": "FailJobSet",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            },
+        ],
+    }
+
+
+def _replicated_job(run: TrainingRun, attempt: int, restore_before_step: int | None) -> Manifest:
+    spec = run.spec
+    slices = spec.tpu.slices if spec.tpu is not None else 1
+    hosts = num_hosts(spec) // slices
+    return {
+        "name": REPLICATED_JOB,
+        "groupName": "default",
+        "replicas": slices,
+        "template": {
+            "metadata": {"labels": labels_of(run, attempt)},
+            "spec": {
+                "parallelism": hosts,
+                "completions": hosts,
+                "completionMode": "Indexed",
+                "backoffLimit": 0,
+                "podReplacementPolicy": "Failed",
+                "podFailurePolicy": {
+                    "rules": [
+                        {
+                            "action": "Ignore",
+                            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                        },
+                        _fail_job(FINAL_EXIT_CODES),
+                        _fail_job(RESTART_EXIT_CODES),
+                    ]
+                },
+                "template": build_pod_template(run, attempt, restore_before_step),
+            },
+        },
+    }
+
+
+def _fail_job(codes: tuple[int, ...]) -> Manifest:
+    on_codes = {"containerName": TRAINER_CONTAINER, "operator": "In", "values": list(codes)}
+    return {"action": "FailJob", "onExitCodes": on_codes}

@@ -1,0 +1,130 @@
+"""The pods of an attempt: container, environment, resources, selectors. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ling_operator.api import ATTEMPT_LABEL, METRICS_PORT_ANNOTATION, RUN_LABEL, TrainingRun
+from ling_operator.runnable import (
+    REPLICATED_JOB,
+    XPK_LABEL,
+    metrics_port,
+    run_config_json,
+)
+from ling_operator.tpu import SliceShape, slice_shape
+from ling_operator.views import TRAINER_CONTAINER
+
+type Manifest = dict[str, Any]
+
+COORDINATOR_PORT = 8476
+DEFAULT_COMMAND = ("python", "-m", "ling_trainer")
+
+_SHARED_MEMORY = {"name": "dshm", "mountPath": "/dev/shm"}  # noqa: S108 - not a file of ours
+_JOB_INDEX = "metadata.labels['jobset.sigs.k8s.io/job-index']"
+_COMPLETION_INDEX = "metadata.labels['batch.kubernetes.io/job-completion-index']"
+
+
+def build_pod_template(
+    run: TrainingRun, attempt: int, restore_before_step: int | None
+) -> Manifest:
+    """Build the pod template of an attempt; the spec must be runnable."""
+    template = run.spec.template
+    annotations = template.annotations | {METRICS_PORT_ANNOTATION: str(metrics_port(run))}
+    shape = slice_shape(run.spec.tpu) if run.spec.tpu is not None else None
+    spec: Manifest = {
+        "restartPolicy": "Never",
+        "schedulerName": "default-scheduler",
+        "hostNetwork": template.host_network,
+        "dnsPolicy": "ClusterFirstWithHostNet" if template.host_network else "ClusterFirst",
+        "terminationGracePeriodSeconds": template.termination_grace_period_seconds,
+        "nodeSelector": (shape.node_selector if shape else {}) | template.node_selector,
+        "tolerations": [
+            *([{"key": "google.com/tpu", "operator": "Exists"}] if shape else []),
+            *template.tolerations,
+        ],
+        "containers": [_container(run, attempt, restore_before_step, shape), *template.sidecars],
+        "volumes": [
+            *([{"name": "dshm", "emptyDir": {"medium": "Memory"}}] if shape else []),
+            *template.volumes,
+        ],
+    }
+    optional: Manifest = {
+        "serviceAccountName": template.service_account_name,
+        "priorityClassName": template.priority_class_name,
+        "imagePullSecrets": list(template.image_pull_secrets),
+        "initContainers": list(template.init_containers),
+    }
+    spec |= {key: value for key, value in optional.items() if value}
+    return {
+        "metadata": {"labels": labels_of(run, attempt), "annotations": annotations},
+        "spec": spec,
+    }
+
+
+def _container(
+    run: TrainingRun, attempt: int, restore_before_step: int | None, shape: SliceShape | None
+) -> Manifest:
+    spec, template = run.spec, run.spec.template
+    container: Manifest = {
+        "name": TRAINER_CONTAINER,
+        "image": spec.image,
+        "command": list(spec.command or DEFAULT_COMMAND),
+        "args": list(spec.args),
+        "env": _environment(run, attempt, restore_before_step),
+        "resources": _resources(template.resources, shape),
+        "volumeMounts": [*([_SHARED_MEMORY] if shape else []), *template.volume_mounts],
+        "securityContext": {"privileged": template.privileged},
+        "terminationMessagePath": "/dev/termination-log",
+        "terminationMessagePolicy": "File",
+    }
+    if template.image_pull_policy is not None:
+        container["imagePullPolicy"] = template.image_pull_policy
+    if template.host_network:
+        # Declared, it is a host port: the scheduler then keeps a second trainer off the node,
+        # whose metrics would be read as this run's. Off hostNetwork nothing needs it.
+        port = metrics_port(run)
+        container["ports"] = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}]
+    return container
+
+
+def _resources(resources: Mapping[str, Any], shape: SliceShape | None) -> Manifest:
+    if shape is None:
+        return dict(resources)
+    chips = {"google.com/tpu": shape.chips_per_host}
+    return {**resources, "limits": {**resources.get("limits", {}), **chips}}
+
+
+def _environment(
+    run: TrainingRun, attempt: int, restore_before_step: int | None
+) -> list[Manifest]:
+    spec, name = run.spec, run.metadata.name
+    values = {
+        "LING_RUN": name,
+        "LING_RUN_NAMESPACE": run.metadata.namespace,
+        "LING_ATTEMPT": str(attempt),
+    }
+    fields = {"POD_UID": "metadata.uid", "POD_IP": "status.podIP"}
+    if spec.run:
+        values["LING_RUN_CONFIG"] = run_config_json(run)
+    if restore_before_step is not None:
+        values["LING_RESTORE_BEFORE_STEP"] = str(restore_before_step)
+    if spec.cpu is not None:
+        values["JAX_PLATFORMS"] = "cpu"
+    if spec.cpu is not None and spec.cpu.processes > 1:
+        address = f"{name}-{REPLICATED_JOB}-0-0.{name}:{COORDINATOR_PORT}"
+        values["LING_COORDINATOR_ADDRESS"] = address
+        values["LING_NUM_PROCESSES"] = str(spec.cpu.processes)
+        values["LING_HOSTS_PER_SLICE"] = str(spec.cpu.processes)
+        fields |= {"LING_SLICE_INDEX": _JOB_INDEX, "LING_HOST_INDEX": _COMPLETION_INDEX}
+    users = {str(variable.get("name")) for variable in spec.template.env}
+    return [
+        *({"name": n, "value": value} for n, value in values.items() if n not in users),
+        *({"name": n, "valueFrom": {"fieldRef": {"fieldPath": p}}} for n, p in fields.items()),
+        *spec.template.env,
+    ]
+
+
+def labels_of(run: TrainingRun, attempt: int) -> dict[str, str]:
+    """Return the labels of everything that belongs to an attempt."""
+    name = run.metadata.name
+    own = {RUN_LABEL: name, ATTEMPT_LABEL: str(attempt), XPK_LABEL: name}
+    return run.spec.template.labels | own

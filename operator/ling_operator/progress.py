@@ -1,0 +1,253 @@
+"""What the cluster says about an attempt: pods, restarts, steps, health, into the status. Pure."""
+
+import math
+from datetime import datetime, timedelta
+
+from ling_operator.api import (
+    AttemptRecord,
+    ConditionType,
+    Phase,
+    Reason,
+    TrainingProgress,
+    TrainingRun,
+    TrainingRunStatus,
+)
+from ling_operator.conditions import Truth, find, has_reason, holds, set_condition
+from ling_operator.plan import Observed
+from ling_operator.runnable import num_hosts
+from ling_operator.verdict import Health, HealthSample, fold, judge
+from ling_operator.views import JobSetView, PodView
+from ling_trainer.schema import ConfigError
+
+SAMPLE_FRESH_INTERVALS = 3
+"""Scrape intervals after which a page no longer counts as available."""
+
+
+def own_jobset(observed: Observed) -> JobSetView | None:
+    """Return the JobSet if this very object controls it, of whatever attempt."""
+    jobset, uid = observed.jobset, observed.run.metadata.uid
+    owned = jobset is not None and jobset.owner is not None and jobset.owner.uid == uid
+    return jobset if owned else None
+
+
+def current_jobset(observed: Observed, status: TrainingRunStatus) -> JobSetView | None:
+    """Return the JobSet of the status's attempt; one with another uid is not it."""
+    jobset = own_jobset(observed)
+    if jobset is None or jobset.attempt != status.attempt:
+        return None
+    return jobset if status.job_set_uid in {None, jobset.uid} else None
+
+
+def attempt_pods(pods: tuple[PodView, ...], status: TrainingRunStatus) -> tuple[PodView, ...]:
+    """Return the pods of the status's attempt; none before its JobSet is known."""
+    uid = status.job_set_uid
+    return tuple(pod for pod in pods if uid is not None and pod.job_set_uid == uid)
+
+
+def scrape_target(run: TrainingRun, pods: tuple[PodView, ...]) -> PodView | None:
+    """Return the pod to scrape: process 0 of the newest restart; None after the run's end."""
+    if run.status.phase in {Phase.HALTED, Phase.COMPLETE, Phase.FAILED, Phase.CANCELLED}:
+        return None
+    candidates = [
+        pod
+        for pod in attempt_pods(pods, run.status)
+        if _is_process_zero(pod) and pod.live and pod.phase == "Running" and pod.ip is not None
+    ]
+    return max(candidates, key=lambda pod: pod.restart_attempt, default=None)
+
+
+def accepts(sample: HealthSample, pods: tuple[PodView, ...]) -> bool:
+    """Tell whether a page is process 0's of the attempt whose pods these are.
+
+    On the node's network another run's trainer may answer at the same address: there a page has
+    to say whose it is.
+    """
+    asked = next((p for p in pods if p.uid == sample.pod_uid and _is_process_zero(p)), None)
+    if asked is None:
+        return False
+    if sample.page_pod_uid is None:
+        return not asked.host_network
+    return sample.page_pod_uid == asked.uid
+
+
+def observe_attempt(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
+    """Fold what was observed into the status of an attempt that has not ended."""
+    if status.job_set_uid is None:
+        return status
+    pods = attempt_pods(observed.pods, status)
+    jobset = current_jobset(observed, status)
+    before = status.health.highest_step
+    if observed.sample is not None and accepts(observed.sample, pods):
+        status = _take_sample(status, observed.sample)
+    last_words = max((p.termination.step or 0 for p in pods if p.termination), default=0)
+    highest = max(status.health.highest_step, last_words)
+    health = status.health.model_copy(update={"highest_step": highest})
+    update: dict[str, object] = {"health": health}
+    if highest > before:
+        update["restarts_without_progress"] = 0
+    status = status.model_copy(update=update)
+    if jobset is not None:
+        status = _count_restarts(observed, status, jobset, pods)
+    status = _record_steps(status)
+    return _mark_health(observed, _mark_pods(observed, status, pods))
+
+
+def observe_end(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
+    """Keep PodsReady true to the facts after the attempt has ended; nothing else moves."""
+    return _mark_pods(observed, status, attempt_pods(observed.pods, status))
+
+
+def mark(
+    observed: Observed,
+    status: TrainingRunStatus,
+    kind: ConditionType,
+    truth: Truth,
+    *,
+    reason: str,
+    message: str,
+) -> TrainingRunStatus:
+    """Return the status with one condition set as of now."""
+    conditions = set_condition(
+        status.conditions,
+        kind,
+        truth,
+        reason=reason,
+        message=message,
+        generation=observed.run.metadata.generation,
+        now=observed.now,
+    )
+    return status.model_copy(update={"conditions": conditions})
+
+
+def is_pausing(status: TrainingRunStatus) -> bool:
+    """Tell whether pods that come and go now are a suspend's or a resume's, not a restart's."""
+    reasons = (Reason.SUSPENDING, Reason.SUSPEND_REQUESTED, Reason.RESUMING)
+    return has_reason(status.conditions, ConditionType.SUSPENDED, *reasons)
+
+
+def newest_pods(pods: tuple[PodView, ...]) -> tuple[PodView, ...]:
+    """Return the pods of the newest restart that still exist."""
+    there = [pod for pod in pods if not pod.gone]
+    newest = max((pod.restart_attempt for pod in there), default=0)
+    return tuple(pod for pod in there if pod.restart_attempt == newest)
+
+
+def loss_text(loss: float | None) -> str | None:
+    """Write a loss for the status: NaN and infinities have no place in JSON."""
+    if loss is None:
+        return None
+    if math.isnan(loss):
+        return "NaN"
+    return f"{loss:.4f}" if math.isfinite(loss) else ("Inf" if loss > 0 else "-Inf")
+
+
+def _is_process_zero(pod: PodView) -> bool:
+    return pod.job_index == 0 and pod.completion_index == 0
+
+
+def _take_sample(status: TrainingRunStatus, sample: HealthSample) -> TrainingRunStatus:
+    health = fold(status.health, sample)
+    if health == status.health:
+        return status
+    speed = sample.tokens_per_second
+    training = TrainingProgress(
+        step=health.step,
+        target_steps=sample.target_steps or status.training.target_steps,
+        loss=loss_text(sample.loss) if health.step else None,
+        tokens_per_second=round(speed) if speed is not None and math.isfinite(speed) else None,
+    )
+    update: dict[str, object] = {"health": health, "training": training}
+    if sample.last_finite_checkpoint:
+        update["last_finite_checkpoint"] = sample.last_finite_checkpoint
+    return status.model_copy(update=update)
+
+
+def _count_restarts(
+    observed: Observed,
+    status: TrainingRunStatus,
+    jobset: JobSetView,
+    pods: tuple[PodView, ...],
+) -> TrainingRunStatus:
+    """Count what JobSet counts, less what a suspend or a resume made it count."""
+    seen = max([jobset.restarts, *(pod.restart_attempt for pod in pods)])
+    new = max(seen - status.job_set_restarts, 0)
+    if observed.run.spec.suspend or jobset.suspended or is_pausing(status):
+        new = 0
+    return status.model_copy(
+        update={
+            "job_set_restarts": max(seen, status.job_set_restarts),
+            "restarts": status.restarts + new,
+            "restarts_without_progress": status.restarts_without_progress + new,
+        }
+    )
+
+
+def _record_steps(status: TrainingRunStatus) -> TrainingRunStatus:
+    step = status.health.highest_step
+    if not status.attempts or step == 0:
+        return status
+    record: AttemptRecord = status.attempts[-1]
+    first = record.first_step if record.first_step is not None else status.health.step or step
+    record = record.model_copy(update={"first_step": first, "last_step": step})
+    return status.model_copy(update={"attempts": (*status.attempts[:-1], record)})
+
+
+def _mark_health(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
+    """Set Progressing, MetricsAvailable and Healthy; PodsReady must be set."""
+    if status.health.step > 0:
+        truth, reason, message = "True", Reason.STEP_ADVANCED, "Steps are finished."
+    else:
+        truth, reason, message = "Unknown", Reason.NO_STEP_YET, "No step was finished yet."
+    kind = ConditionType.PROGRESSING
+    status = mark(observed, status, kind, truth, reason=reason, message=message)
+    truth, reason, message = _metrics_available(observed, status)
+    kind = ConditionType.METRICS_AVAILABLE
+    status = mark(observed, status, kind, truth, reason=reason, message=message)
+    verdict = judge(status.health, observed.run.spec.health)
+    truths: dict[Health, Truth] = {Health.HEALTHY: "True", Health.DIVERGED: "False"}
+    return mark(
+        observed,
+        status,
+        ConditionType.HEALTHY,
+        truths.get(verdict.health, "Unknown"),
+        reason=verdict.reason,
+        message=verdict.message,
+    )
+
+
+def _mark_pods(
+    observed: Observed, status: TrainingRunStatus, pods: tuple[PodView, ...]
+) -> TrainingRunStatus:
+    truth, reason, message = _pods_ready(observed, pods)
+    kind = ConditionType.PODS_READY
+    return mark(observed, status, kind, truth, reason=reason, message=message)
+
+
+def _pods_ready(observed: Observed, pods: tuple[PodView, ...]) -> tuple[Truth, Reason, str]:
+    newest = newest_pods(pods)
+    try:
+        expected = max(num_hosts(observed.run.spec), 1)
+    except ConfigError:
+        expected = max(len(newest), 1)
+    running = sum(p.phase == "Running" and p.ready and not p.deleting for p in newest)
+    ended_well = sum(p.phase == "Succeeded" for p in newest)
+    message = f"{running} of {expected} pods run."
+    if running + ended_well >= expected:
+        return "True", Reason.PODS_RUNNING, message
+    return "False", Reason.PODS_PENDING if newest else Reason.NO_PODS, message
+
+
+def _metrics_available(observed: Observed, status: TrainingRunStatus) -> tuple[Truth, Reason, str]:
+    interval = timedelta(seconds=observed.run.spec.health.scrape_interval_seconds)
+    patience = interval * SAMPLE_FRESH_INTERVALS
+    sampled = status.health.sample_time
+    if sampled is not None and observed.now - sampled <= patience:
+        return "True", Reason.SCRAPED, "Metrics of process 0 are read."
+    ready = find(status.conditions, ConditionType.PODS_READY)
+    since: datetime | None = ready.last_transition_time if ready is not None else None
+    waited = since is not None and observed.now - since > patience
+    if holds(status.conditions, ConditionType.PODS_READY) and waited:
+        why = f" {observed.scrape_problem}" if observed.scrape_problem else ""
+        message = f"No page for more than {patience.total_seconds():.0f} s.{why}"
+        return "False", Reason.METRICS_MISSING, message
+    return "Unknown", Reason.NO_SAMPLE_YET, "No metrics were read yet."

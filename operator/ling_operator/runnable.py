@@ -1,0 +1,187 @@
+"""Can this spec be run? The rules that a schema cannot hold, and what follows from the spec."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ling_operator.api import GROUP, TrainingRun, TrainingRunSpec
+from ling_operator.tpu import slice_shape
+from ling_operator.views import TRAINER_CONTAINER
+from ling_trainer.config import HealthConfig
+from ling_trainer.health_metrics import DEFAULT_PORT
+from ling_trainer.schema import ConfigError
+from ling_trainer.settings import resolve
+
+REPLICATED_JOB = "slice-job"
+XPK_LABEL = "xpk.google.com/workload"
+RUN_CONFIG_LIMIT = 100 * 1024
+"""Bytes of LING_RUN_CONFIG; Linux refuses an environment string of 128 KiB."""
+
+_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_OWN_PREFIXES = (f"{GROUP}/", "jobset.sigs.k8s.io/", "batch.kubernetes.io/")
+_OWN_ENV = frozenset({
+    "LING_RUN_CONFIG", "LING_RUN", "LING_RUN_NAMESPACE", "LING_ATTEMPT",
+    "LING_RESTORE_BEFORE_STEP", "LING_COORDINATOR_ADDRESS", "LING_NUM_PROCESSES",
+    "LING_HOSTS_PER_SLICE", "LING_SLICE_INDEX", "LING_HOST_INDEX", "LING_CONTAINER_INDEX",
+    "POD_UID", "POD_IP",
+})  # fmt: skip
+
+
+def require_runnable(run: TrainingRun) -> None:
+    """Check all that the CRD's schema cannot.
+
+    Raises:
+      ConfigError: one line for each problem, with field, value and remedy.
+    """
+    spec, lines = run.spec, list[str]()
+    if spec.queue is not None:
+        lines.append("spec.queue is not supported by this version; remove it")
+    if spec.watch is not None:
+        lines.append("spec.watch is not supported by this version; remove it")
+    if (spec.tpu is None) == (spec.cpu is None):
+        lines.append("spec: set exactly one of tpu and cpu")
+    else:
+        for check in (_check_shape, _check_name):
+            lines += _problems(check, run)
+            if lines:
+                break  # without a shape there is no name budget
+    lines += _problems(_check_run, run)
+    lines += _template_problems(spec)
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def num_hosts(spec: TrainingRunSpec) -> int:
+    """Return the number of pods of an attempt: hosts of all slices, or CPU processes."""
+    if spec.tpu is not None:
+        return spec.tpu.slices * slice_shape(spec.tpu).hosts
+    return spec.cpu.processes if spec.cpu is not None else 0
+
+
+def run_settings(run: TrainingRun) -> dict[str, Any]:
+    """Return the trainer's settings: the user's, with the object's name and health rules.
+
+    They stay as sparse as the user wrote them: the preset's figures are the image's.
+    """
+    health = run.spec.health
+    named = {"runName", "run_name"} & run.spec.run.keys()
+    return {
+        **({} if named else {"run_name": run.metadata.name}),
+        **run.spec.run,
+        "health": {
+            "trainer_stops": health.trainer_stops and health.non_finite.action == "Halt",
+            "non_finite_consecutive_steps": health.non_finite.consecutive_steps,
+        },
+    }
+
+
+def run_config_json(run: TrainingRun) -> str:
+    """Return LING_RUN_CONFIG. Kubernetes expands $(NAME) in values; $$ is a dollar there."""
+    return json.dumps(run_settings(run), allow_nan=False).replace("$(", "$$(")
+
+
+def metrics_port(run: TrainingRun) -> int:
+    """Return the port of the trainer's metrics."""
+    if not run.spec.run:
+        return DEFAULT_PORT
+    return resolve(run_settings(run)).metrics.metrics_port
+
+
+def name_budget(*, slices: int, hosts: int) -> int:
+    """Return the longest name whose pods' names fit 63 characters: 43 for up to 10 x 10.
+
+    A pod is called <name>-slice-job-<slice>-<host>-<5 random characters>.
+    """
+    fixed = len(f"-{REPLICATED_JOB}-{slices - 1}-{hosts - 1}-xxxxx")
+    return 63 - fixed
+
+
+def _problems(check: Callable[[TrainingRun], None], run: TrainingRun) -> list[str]:
+    try:
+        check(run)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def _check_shape(run: TrainingRun) -> None:
+    if run.spec.tpu is None:
+        return
+    shape = slice_shape(run.spec.tpu)
+    if run.spec.tpu.slices > 1 and shape.hosts == 1:
+        msg = (
+            f"spec.tpu.slices={run.spec.tpu.slices}: several slices need a topology of more than "
+            f"one host, {shape.topology} has one; choose a larger topology or slices: 1"
+        )
+        raise ConfigError(msg)
+
+
+def _check_name(run: TrainingRun) -> None:
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", run.metadata.name):
+        msg = (
+            f"metadata.name={run.metadata.name!r}: use lower-case letters, digits and '-', "
+            "and begin with a letter; it becomes a host name"
+        )
+        raise ConfigError(msg)
+    slices = run.spec.tpu.slices if run.spec.tpu is not None else 1
+    hosts = num_hosts(run.spec) // slices
+    budget = name_budget(slices=slices, hosts=hosts)
+    if len(run.metadata.name) > budget:
+        msg = (
+            f"metadata.name has {len(run.metadata.name)} characters; with {slices} slices of "
+            f"{hosts} hosts the pods' names leave {budget}: choose a shorter name"
+        )
+        raise ConfigError(msg)
+
+
+def _check_run(run: TrainingRun) -> None:
+    if not run.spec.run:
+        if not run.spec.command:
+            msg = "spec.run is empty; name a preset, such as preset: ling2_tiny"
+            raise ConfigError(msg)
+        return
+    try:
+        own = resolve({"run_name": run.metadata.name}, run.spec.run)
+    except ConfigError as error:
+        lines = (f"spec.run: {line}" for line in str(error).splitlines())
+        raise ConfigError("\n".join(lines)) from None
+    if own.health != HealthConfig():
+        msg = (
+            "spec.run.health is set by the operator; use spec.health.trainerStops and "
+            "spec.health.nonFinite.consecutiveSteps"
+        )
+        raise ConfigError(msg)
+    if own.metrics.metrics_port == 0:
+        msg = "spec.run.metrics.metricsPort=0: the operator cannot find a port that is not fixed"
+        raise ConfigError(msg)
+    size = len(run_config_json(run).encode())
+    if size > RUN_CONFIG_LIMIT:
+        msg = f"spec.run is {size} bytes as JSON, at most {RUN_CONFIG_LIMIT} fit; shorten it"
+        raise ConfigError(msg)
+
+
+def _template_problems(spec: TrainingRunSpec) -> list[str]:
+    template = spec.template
+    lines = [
+        f"spec.template.env sets {name}, which the operator sets; remove it"
+        for name in sorted(_OWN_ENV & {str(variable.get("name")) for variable in template.env})
+    ]
+    lines += [
+        f"spec.template.{field} sets {key}, which is not yours to set; remove it"
+        for field, keys in (("labels", template.labels), ("annotations", template.annotations))
+        for key in sorted(keys)
+        if key.startswith(_OWN_PREFIXES) or key in {XPK_LABEL, _QUEUE_LABEL}
+    ]
+    if not isinstance(template.resources.get("limits", {}), dict):
+        lines.append("spec.template.resources.limits is no mapping; write name: quantity")
+    taken = {
+        "dshm": template.volumes,
+        TRAINER_CONTAINER: (*template.sidecars, *template.init_containers),
+    }
+    lines += [
+        f"spec.template: the name {name} is taken by the operator; choose another"
+        for name, items in taken.items()
+        if any(item.get("name") == name for item in items)
+    ]
+    return lines
