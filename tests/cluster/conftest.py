@@ -1,0 +1,285 @@
+"""The real control plane as fixtures. Everything under this folder is marked `cluster`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from lingcluster import container, operator_process
+from lingcluster.audit import AuditLog
+from lingcluster.build import Builder, Programs, ProgramsUnavailableError
+from lingcluster.client import wait_for
+from lingcluster.control_plane import ControlPlane
+from lingcluster.kubelet import ProcessKubelet
+from lingcluster.loopback import LoopbackBlock
+from lingcluster.operator_process import OperatorAddresses, OperatorProcess
+from lingcluster.pod_spec import Image
+from lingcluster.pod_worker import Timing
+from lingcluster.processes import Session
+from lingcluster.workloads import SHELL_IMAGE
+
+HERE = Path(__file__).parent
+METRICS_PORT = 9464
+_LOG_TAIL = 20_000
+_PROGRAMS = pytest.StashKey[Programs | str]()
+_SKIPPED = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark this folder's tests; first, because others look at the mark."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.cluster)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the programs before the first test, where no time limit of a test counts."""
+    needed = any("programs" in getattr(item, "fixturenames", ()) for item in session.items)
+    if not needed or session.config.option.collectonly:
+        return
+    session.config.stash[_PROGRAMS] = _build(session.config)
+
+
+def _build(config: pytest.Config) -> Programs | str:
+    """Return the programs, or why there are none."""
+    if problem := _namespace_problem():
+        return problem
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+
+    def report(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"[control plane] {line}", flush=True)
+
+    try:
+        return Builder(report=report).ensure()
+    except ProgramsUnavailableError as error:
+        return str(error)
+
+
+def _namespace_problem() -> str | None:
+    """Return why this user cannot start a container, None when it can."""
+    spec = {
+        "argv": ["true"],
+        "environment": {"PATH": os.defpath},
+        "working_directory": "/",
+        "hostname": "probe",
+        "device_directory": tempfile.gettempdir(),
+        "mounts": [],
+    }
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", container.__file__],
+        input=json.dumps(spec),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return None
+    reason = (done.stdout + done.stderr).strip()[-500:]
+    return f"this user may not make namespaces; run the tests as root ({reason})"
+
+
+@pytest.fixture(scope="session")
+def programs(request: pytest.FixtureRequest) -> Programs:
+    """The built programs. Without them: skipped, said loudly once; with CI=true a failure."""
+    found = request.config.stash[_PROGRAMS]
+    if isinstance(found, Programs):
+        return found
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"the control plane cannot run: {found}")
+    request.config.stash[_SKIPPED] = found
+    pytest.skip("the control plane cannot run; the summary says why")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say once, and not in passing, what was not tested."""
+    if reason := config.stash.get(_SKIPPED, None):
+        terminalreporter.write_line(
+            "NOT TESTED: nothing ran against a real Kubernetes API server, scheduler or JobSet "
+            f"controller (all of tests/cluster): {reason}",
+            red=True,
+            bold=True,
+        )
+
+
+@pytest.fixture(scope="session")
+def cluster_session() -> Iterator[Session]:
+    """Owner of every process; afterwards none may be left to kill."""
+    session = Session()
+    try:
+        yield session
+    finally:
+        clean = session.close()
+    assert clean, "processes were left when all had been stopped; they are killed now"
+
+
+@pytest.fixture(scope="session")
+def loopback() -> Iterator[LoopbackBlock]:
+    """The session's own addresses."""
+    with LoopbackBlock() as block:
+        yield block
+
+
+@pytest.fixture(scope="session")
+def control_plane(
+    programs: Programs,
+    cluster_session: Session,
+    loopback: LoopbackBlock,
+    tmp_path_factory: pytest.TempPathFactory,
+    repository: Path,
+) -> Iterator[ControlPlane]:
+    """A running control plane with the JobSet controller and this project's CRDs."""
+    plane = ControlPlane(
+        programs, tmp_path_factory.mktemp("control-plane"), loopback, cluster_session
+    )
+    try:
+        plane.start(crds=sorted((repository / "manifests" / "crd").glob("*.yaml")))
+        yield plane
+    finally:
+        plane.stop()
+
+
+@pytest.fixture(scope="session")
+def images() -> dict[str, Image]:
+    """Container images: a bare shell, and the trainer as installed in this environment."""
+    trainer = Image(
+        entrypoint=(sys.executable, "-m", "ling_trainer"),
+        environment={"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"},
+    )
+    return {SHELL_IMAGE: Image(), "ling-trainer": trainer}
+
+
+@pytest.fixture(scope="session")
+def _session_kubelet(
+    control_plane: ControlPlane,
+    loopback: LoopbackBlock,
+    cluster_session: Session,
+    images: dict[str, Image],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[ProcessKubelet]:
+    kubelet = ProcessKubelet(
+        control_plane.identity("process-kubelet"),
+        tmp_path_factory.mktemp("pods"),
+        loopback,
+        cluster_session,
+        images=images,
+        proxied_ports=[METRICS_PORT],
+    )
+    kubelet.start()
+    try:
+        yield kubelet
+    finally:
+        kubelet.stop()
+
+
+@pytest.fixture
+def kubelet(_session_kubelet: ProcessKubelet) -> Iterator[ProcessKubelet]:
+    """The process kubelet, its timing as usual at the start of each test."""
+    vars(_session_kubelet.timing).update(vars(Timing()))
+    yield _session_kubelet
+    vars(_session_kubelet.timing).update(vars(Timing()))
+
+
+@pytest.fixture
+def namespace(control_plane: ControlPlane, kubelet: ProcessKubelet) -> Iterator[str]:
+    """A new namespace; afterwards it is deleted and its processes are gone."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    client = control_plane.client
+    client.create("/api/v1/namespaces", {"metadata": {"name": name}})
+    # Without it the API server refuses every pod.
+    account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
+    wait_for(f"the service account of {name}", lambda: client.find(account))
+    yield name
+    client.delete(f"/api/v1/namespaces/{name}")
+    # A namespace that ends accepts nothing new; its pods need no grace any more.
+    client.delete(f"/api/v1/namespaces/{name}/pods", grace=0)
+    wait_for(f"the processes of {name} to end", lambda: not kubelet.live_processes(name))
+
+
+@pytest.fixture
+def audit_log(control_plane: ControlPlane) -> AuditLog:
+    """The requests that the API server answers from the test's start on."""
+    return control_plane.audit_log.mark()
+
+
+class StartOperator(Protocol):
+    """Starts an operator that watches the test's namespace, and waits until it is ready."""
+
+    def __call__(
+        self, *, kubeconfig: Path | None = None, arguments: Sequence[str] = (), wait: bool = True
+    ) -> OperatorProcess:
+        """Start one more; `kubeconfig` None is the operator's own service account."""
+        ...
+
+
+@pytest.fixture(scope="session")
+def operator_kubeconfig(control_plane: ControlPlane, repository: Path) -> Path:
+    """The kubeconfig of the operator's service account; its manifests are applied."""
+    operator_process.install_access(control_plane.kubectl, repository / "manifests" / "operator")
+    return control_plane.service_account_kubeconfig(
+        operator_process.NAMESPACE, operator_process.SERVICE_ACCOUNT, expiration_seconds=86400
+    )
+
+
+@pytest.fixture
+def start_operator(
+    operator_kubeconfig: Path,
+    namespace: str,
+    loopback: LoopbackBlock,
+    cluster_session: Session,
+    tmp_path: Path,
+) -> Iterator[StartOperator]:
+    """Start operator processes; those still running at the end are stopped."""
+    started: list[OperatorProcess] = []
+
+    def start(
+        *, kubeconfig: Path | None = None, arguments: Sequence[str] = (), wait: bool = True
+    ) -> OperatorProcess:
+        metrics, probes = loopback.free_ports(2)
+        operator = OperatorProcess(
+            kubeconfig=kubeconfig or operator_kubeconfig,
+            namespace=namespace,
+            addresses=OperatorAddresses(
+                f"{loopback.control_plane}:{metrics}", f"{loopback.control_plane}:{probes}"
+            ),
+            log=tmp_path / f"operator-{len(started)}.log",
+            session=cluster_session,
+            arguments=arguments,
+        )
+        started.append(operator)
+        if wait:
+            operator.wait_until_ready()
+        return operator
+
+    yield start
+    for operator in started:
+        operator.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Add the pods and what they printed to a failed test's report."""
+    report = yield
+    arguments = getattr(item, "funcargs", {})
+    if call.when == "call" and report.failed and {"namespace", "kubelet"} <= arguments.keys():
+        plane, space = arguments.get("control_plane"), arguments["namespace"]
+        if isinstance(plane, ControlPlane):
+            pods = plane.kubectl("get", "jobsets,jobs,pods", "-o", "wide", "-n", space)
+            report.sections.append((f"objects in {space}", pods))
+            report.sections.append(("logs of the control plane", str(plane.directory)))
+        report.sections.append((f"pods' output in {space}", arguments["kubelet"].logs(space)))
+        for log in sorted(arguments.get("tmp_path", Path(os.devnull)).glob("operator-*.log")):
+            report.sections.append((str(log), log.read_text()[-_LOG_TAIL:]))
+    return report

@@ -1,0 +1,313 @@
+"""A real control plane on loopback: etcd, API server, controller manager, scheduler, JobSet.
+
+Plain processes of one test session. Users are told apart and authorised by RBAC; every answered
+request is in the audit log. What differs from a cluster: no fsync, no leader election, no cloud,
+no service network (no kube-proxy, no DNS), only the controllers that the tests need, and nodes
+come from the process kubelet.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import secrets
+import ssl
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from lingcluster import jobset_controller
+from lingcluster.audit import POLICY, AuditLog
+from lingcluster.build import Programs
+from lingcluster.certificates import CertificateAuthority, service_account_key
+from lingcluster.client import (
+    Identity,
+    KubeClient,
+    Kubectl,
+    Manifest,
+    has_condition,
+    wait_for,
+)
+from lingcluster.loopback import LoopbackBlock
+from lingcluster.processes import Process, Session
+
+_START_TIMEOUT = 60.0
+# User name -> group. The components have the identities, and so the rights, of a real cluster.
+_USERS = {
+    "admin": "system:masters",
+    "process-kubelet": "system:masters",
+    "system:kube-controller-manager": "",
+    "system:kube-scheduler": "",
+    jobset_controller.USER: "",
+}
+# Without nodelifecycle, whose leases the process kubelet does not renew; without endpointslice,
+# which refuses loopback pod addresses and retries for ever.
+_CONTROLLERS = (
+    "garbage-collector-controller",
+    "job-controller",
+    "namespace-controller",
+    "pod-garbage-collector-controller",
+    "resourcequota-controller",
+    "root-ca-certificate-publisher-controller",
+    "serviceaccount-controller",
+    "ttl-after-finished-controller",
+)
+
+
+class ControlPlane:
+    """Starts on `start`, ends on `stop`.
+
+    Args:
+      programs: the built programs.
+      directory: for state, keys, kubeconfigs and logs; empty.
+      block: the session's loopback addresses.
+      session: owner of the processes.
+
+    Attributes:
+      server: the API server's URL.
+      client: REST client of the administrator.
+      kubectl: kubectl of the administrator.
+      kubeconfig: file of the administrator.
+      audit_log: every answered request.
+    """
+
+    def __init__(
+        self, programs: Programs, directory: Path, block: LoopbackBlock, session: Session
+    ) -> None:
+        self.programs = programs
+        self.directory = directory
+        self.session = session
+        self.address = block.control_plane
+        names = ("etcd", "etcd-peer", "apiserver", "kcm", "scheduler", "webhook", "probe")
+        self.ports = dict(zip(names, block.free_ports(len(names)), strict=True))
+        self.server = f"https://{self.address}:{self.ports['apiserver']}"
+        self.authority = CertificateAuthority(directory)
+        self.serving = self.authority.serving(directory / "serving", address=self.address)
+        self._tokens = {user: secrets.token_hex(16) for user in _USERS}
+        self.client = KubeClient(self.identity("admin"))
+        self.kubeconfig = self.identity("admin").write_kubeconfig(directory / "admin.kubeconfig")
+        self.kubectl = Kubectl(programs["kubectl"], self.kubeconfig, home=directory)
+        self.audit_log = AuditLog(directory / "audit.log")
+        self._running: list[Process] = []
+
+    def identity(self, user: str) -> Identity:
+        """Return how to connect as one of the fixed users."""
+        return Identity(self.server, self.authority.certificate, self._tokens[user])
+
+    def anonymous(self) -> Identity:
+        """Return how to connect as nobody."""
+        return Identity(self.server, self.authority.certificate, None)
+
+    def service_account(
+        self, namespace: str, name: str, *, expiration_seconds: int = 3600
+    ) -> Identity:
+        """Return how to connect as a service account, by a token of the TokenRequest API.
+
+        Args:
+          namespace: the account's.
+          name: the account's.
+          expiration_seconds: the token's life; the API server wants 600 at least.
+
+        Raises:
+          ApiError: there is no such account.
+        """
+        answer = self.client.create(
+            f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token",
+            {
+                "apiVersion": "authentication.k8s.io/v1",
+                "kind": "TokenRequest",
+                "spec": {"expirationSeconds": expiration_seconds},
+            },
+        )
+        return Identity(self.server, self.authority.certificate, answer["status"]["token"])
+
+    def service_account_kubeconfig(
+        self, namespace: str, name: str, *, expiration_seconds: int = 3600
+    ) -> Path:
+        """Write a kubeconfig that has a service account's token and rights; return its path."""
+        identity = self.service_account(namespace, name, expiration_seconds=expiration_seconds)
+        path = self.directory / f"{namespace}.{name}.{secrets.token_hex(3)}.kubeconfig"
+        return identity.write_kubeconfig(path, namespace=namespace)
+
+    def start(self, crds: Sequence[Path] = ()) -> None:
+        """Start everything and return when JobSets can be made.
+
+        Args:
+          crds: further CustomResourceDefinition files, applied before the controller manager
+            starts: its garbage collector looks for new kinds only every 30 s.
+
+        Raises:
+          NotReadyError: a program did not come up.
+        """
+        self._start_etcd()
+        self._start_api_server()
+        definitions = [*jobset_controller.crds(self.programs), *(_load(path) for path in crds)]
+        for crd in definitions:
+            self.install_crd(crd)
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            starts = (self._start_controller_manager, self._start_scheduler, self._start_jobset)
+            for done in [pool.submit(start) for start in starts]:
+                done.result()
+
+    def stop(self) -> None:
+        """Kill everything, the API server's clients first; no state is worth an orderly end."""
+        for process in reversed(self._running):
+            process.kill()
+        self._running.clear()
+        self.client.close()
+
+    def install_crd(self, crd: Manifest) -> None:
+        """Apply a CustomResourceDefinition and wait until its objects can be listed."""
+        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/" + crd["metadata"]["name"]
+        self.client.apply(path, crd)
+        wait_for(
+            f"{crd['metadata']['name']} to be established",
+            lambda: has_condition(self.client.get(path), "Established"),
+        )
+        spec = crd["spec"]
+        versions = [version["name"] for version in spec["versions"] if version["served"]]
+        collection = f"/apis/{spec['group']}/{versions[0]}/{spec['names']['plural']}"
+        # Established comes first; until the storage is ready the answer is 404 or 429.
+        wait_for(f"{collection} to be served", lambda: self.client.get(collection))
+
+    def _run(self, name: str, *arguments: str) -> Process:
+        process = Process(
+            name,
+            [self.programs[name], *arguments],
+            log=self.directory / f"{name}.log",
+            session=self.session,
+            cwd=self.directory,
+        )
+        self._running.append(process)
+        return process
+
+    def _start_etcd(self) -> None:
+        client = f"http://{self.address}:{self.ports['etcd']}"
+        peer = f"http://{self.address}:{self.ports['etcd-peer']}"
+        etcd = self._run(
+            "etcd",
+            f"--data-dir={self.directory / 'etcd'}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--unsafe-no-fsync",
+            "--log-level=warn",
+        )
+        etcd.wait_ready(lambda: _answers(f"{client}/health"), timeout=_START_TIMEOUT)
+
+    def _start_api_server(self) -> None:
+        tokens = self.directory / "tokens.csv"
+        tokens.touch(mode=0o600)
+        tokens.write_text(
+            "".join(
+                f'{self._tokens[user]},{user},{user},"{group}"\n' for user, group in _USERS.items()
+            )
+        )
+        policy = self.directory / "audit-policy.json"
+        policy.write_text(json.dumps(POLICY))
+        signing_key = service_account_key(self.directory / "service-account.key")
+        authority = str(self.authority.certificate)
+        server = self._run(
+            "kube-apiserver",
+            f"--etcd-servers=http://{self.address}:{self.ports['etcd']}",
+            f"--bind-address={self.address}",
+            f"--advertise-address={self.address}",
+            f"--secure-port={self.ports['apiserver']}",
+            # The kubernetes Service's Endpoints cannot hold a loopback address.
+            "--endpoint-reconciler-type=none",
+            f"--tls-cert-file={self.serving.certificate}",
+            f"--tls-private-key-file={self.serving.key}",
+            f"--client-ca-file={authority}",
+            f"--requestheader-client-ca-file={authority}",
+            "--requestheader-allowed-names=nobody",
+            f"--token-auth-file={tokens}",
+            "--authorization-mode=RBAC",
+            # As on GKE: a pod that asks for TPUs tolerates their nodes' taint.
+            "--enable-admission-plugins=ExtendedResourceToleration",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-signing-key-file={signing_key}",
+            f"--service-account-key-file={signing_key}",
+            "--service-cluster-ip-range=10.96.0.0/16",
+            "--allow-privileged=true",
+            f"--audit-policy-file={policy}",
+            f"--audit-log-path={self.audit_log.path}",
+        )
+        server.wait_ready(
+            lambda: self._healthy(self.server, "/readyz", self._tokens["admin"]),
+            timeout=_START_TIMEOUT,
+        )
+
+    def _start_controller_manager(self) -> None:
+        self._start_component(
+            "kube-controller-manager",
+            self.ports["kcm"],
+            f"--service-account-private-key-file={self.directory / 'service-account.key'}",
+            f"--root-ca-file={self.authority.certificate}",
+            "--use-service-account-credentials=true",
+            f"--controllers={','.join(_CONTROLLERS)}",
+        )
+
+    def _start_scheduler(self) -> None:
+        self._start_component("kube-scheduler", self.ports["scheduler"])
+
+    def _start_component(self, name: str, port: int, *arguments: str) -> None:
+        kubeconfig = self.identity(f"system:{name}").write_kubeconfig(
+            self.directory / f"{name}.kubeconfig"
+        )
+        process = self._run(
+            name,
+            f"--kubeconfig={kubeconfig}",
+            f"--authentication-kubeconfig={kubeconfig}",
+            f"--authorization-kubeconfig={kubeconfig}",
+            "--leader-elect=false",
+            f"--bind-address={self.address}",
+            f"--secure-port={port}",
+            f"--tls-cert-file={self.serving.certificate}",
+            f"--tls-private-key-file={self.serving.key}",
+            *arguments,
+        )
+        process.wait_ready(
+            lambda: self._healthy(f"https://{self.address}:{port}", "/healthz", None),
+            timeout=_START_TIMEOUT,
+        )
+
+    def _start_jobset(self) -> None:
+        kubeconfig = self.identity(jobset_controller.USER).write_kubeconfig(
+            self.directory / "jobset.kubeconfig"
+        )
+        jobset_controller.grant_role(self.programs, self.client)
+        config = self.directory / "jobset.yaml"
+        webhook, probe = self.ports["webhook"], self.ports["probe"]
+        jobset_controller.write_config(
+            config, address=self.address, webhook_port=webhook, probe_port=probe, tls=self.serving
+        )
+        process = self._run("jobset", f"--config={config}", f"--kubeconfig={kubeconfig}")
+        process.wait_ready(
+            lambda: _answers(f"http://{self.address}:{probe}/readyz"), timeout=_START_TIMEOUT
+        )
+        jobset_controller.register_webhooks(
+            self.programs,
+            self.client,
+            url=f"https://{self.address}:{webhook}",
+            authority=self.authority.certificate,
+        )
+
+    def _healthy(self, server: str, path: str, token: str | None) -> bool:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        context = ssl.create_default_context(cafile=str(self.authority.certificate))
+        request = urllib.request.Request(server + path, headers=headers)
+        with urllib.request.urlopen(request, context=context, timeout=2) as answer:
+            return answer.read() == b"ok"
+
+
+def _answers(url: str) -> bool:
+    with urllib.request.urlopen(url, timeout=2) as answer:
+        return answer.status == 200
+
+
+def _load(path: Path) -> Manifest:
+    return yaml.safe_load(path.read_text())

@@ -1,0 +1,299 @@
+"""The asynchronous half of the process kubelet: nodes registered, pods watched and run.
+
+It lists and watches with code of its own, so that a mistake in the reflector under test cannot
+hide behind the same mistake here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from lingcluster.client import Identity, Manifest
+from lingcluster.container_process import OsProcess
+from lingcluster.hosts import HostsEntry, HostsFiles
+from lingcluster.loopback import LoopbackBlock
+from lingcluster.nodes import NodePool, node_manifest, node_status, taints
+from lingcluster.pod_spec import Image, PodAddresses, declared_ports
+from lingcluster.pod_worker import PodWorker, Surroundings, Timing
+from lingcluster.port_proxy import PortProxy
+
+_log = logging.getLogger(__name__)
+_MERGE = "application/merge-patch+json"
+_STRATEGIC_MERGE = "application/strategic-merge-patch+json"
+_WATCH_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class StartedProcess:
+    """A process that was started for a pod."""
+
+    namespace: str
+    pod: str
+    uid: str
+    container: str
+    process: OsProcess
+
+
+class NodeAgent:
+    """Runs in one event loop; `run` returns when cancelled.
+
+    Attributes:
+      workers: uid -> worker of each pod whose object exists and that this agent runs or ran.
+      proxies: uid -> its ports' proxies, until its last process ended.
+      directories: (namespace, pod) -> where the newest pod of that name has its files.
+      started: every process ever started.
+      ready: set when the nodes are there and the pods were listed.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        pools: Sequence[NodePool],
+        directory: Path,
+        block: LoopbackBlock,
+        images: Mapping[str, Image],
+        timing: Timing,
+        proxied_ports: Sequence[int],
+        launcher_environment: Mapping[str, str],
+    ) -> None:
+        self._identity = identity
+        self._pools = {name: pool for pool in pools for name in pool.node_names()}
+        self._node_addresses = {name: block.node(i) for i, name in enumerate(self._pools)}
+        self._directory = directory
+        self._block = block
+        self._proxied_ports = proxied_ports
+        self._hosts = HostsFiles()
+        self._pod_count = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        host, _, port = identity.server.removeprefix("https://").rpartition(":")
+        self._surroundings = Surroundings(
+            images=images,
+            timing=timing,
+            base_environment={
+                **launcher_environment,
+                "KUBERNETES_SERVICE_HOST": host,
+                "KUBERNETES_SERVICE_PORT": port,
+            },
+            launcher_environment=launcher_environment,
+            patch_status=self._patch_status,
+            remove=self._remove,
+            started=self._record,
+        )
+        self.workers: dict[str, PodWorker] = {}
+        self.proxies: dict[str, dict[int, PortProxy]] = {}
+        self.directories: dict[tuple[str, str], Path] = {}
+        self.started: list[StartedProcess] = []
+        self.mount_points: list[Path] = []
+        self.ready = asyncio.Event()
+
+    async def run(self) -> None:
+        """Register the nodes, then follow the pods until cancelled."""
+        context = ssl.create_default_context(cafile=str(self._identity.certificate_authority))
+        self._http = aiohttp.ClientSession(
+            self._identity.server,
+            headers={"Authorization": f"Bearer {self._identity.token}"},
+            connector=aiohttp.TCPConnector(ssl=context),
+            timeout=aiohttp.ClientTimeout(total=30),
+            raise_for_status=True,
+        )
+        async with self._http:
+            try:
+                await self._register_nodes()
+                await self._follow_pods()
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _register_nodes(self) -> None:
+        for name, pool in self._pools.items():
+            await self._request("POST", "/api/v1/nodes", node_manifest(pool, name))
+            status = node_status(pool, name, address=self._node_addresses[name])
+            path = f"/api/v1/nodes/{name}"
+            await self._request("PATCH", f"{path}/status", {"status": status}, _MERGE)
+            # Admission tainted it not-ready, and no node lifecycle controller takes that away.
+            await self._request("PATCH", path, {"spec": {"taints": taints(pool)}}, _MERGE)
+
+    async def _follow_pods(self) -> None:
+        while True:
+            try:
+                listing = await self._request("GET", "/api/v1/pods")
+                self._take_listing(listing["items"])
+                self.ready.set()
+                async for kind, pod in self._watch(listing["metadata"]["resourceVersion"]):
+                    self._take(kind, pod)
+            except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
+                _log.warning("pods: %s; listing again", error)
+                await asyncio.sleep(0.2)
+
+    def _take_listing(self, pods: Sequence[Manifest]) -> None:
+        for pod in pods:
+            self._take("ADDED", pod)
+        listed = {pod["metadata"]["uid"] for pod in pods}
+        for uid in self.workers.keys() - listed:
+            self._forget(uid)
+
+    async def _watch(self, version: str) -> AsyncIterator[tuple[str, Manifest]]:
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(_WATCH_SECONDS),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=_WATCH_SECONDS + 30)
+        async with self._http.get(
+            "/api/v1/pods", params=query, timeout=timeout, read_bufsize=2**22
+        ) as answer:
+            async for line in answer.content:
+                event = json.loads(line)
+                if event["type"] == "ERROR":  # 410 above all: list again
+                    _log.info("watch of pods: %s", event["object"].get("message"))
+                    return
+                if event["type"] != "BOOKMARK":
+                    yield event["type"], event["object"]
+
+    def _take(self, kind: str, pod: Manifest) -> None:
+        uid = pod["metadata"]["uid"]
+        if kind == "DELETED":
+            self._forget(uid)
+        elif uid in self.workers:
+            self.workers[uid].update(pod)
+        elif (
+            pod["spec"].get("nodeName") in self._pools
+            and pod.get("status", {}).get("phase") == "Pending"
+        ):
+            self._start(pod)
+
+    def _forget(self, uid: str) -> None:
+        if (worker := self.workers.pop(uid, None)) is not None:
+            worker.forget()
+
+    def _start(self, pod: Manifest) -> None:
+        metadata, spec = pod["metadata"], pod["spec"]
+        uid, namespace = metadata["uid"], metadata["namespace"]
+        directory = self._directory / namespace / f"{metadata['name']}_{uid[:8]}"
+        directory.mkdir(parents=True)
+        self.directories[namespace, metadata["name"]] = directory
+        addresses = self._addresses(spec)
+        worker = PodWorker(pod, addresses, directory, self._surroundings)
+        entry = HostsEntry(
+            namespace,
+            addresses.process,
+            worker.hostname,
+            spec.get("subdomain", "") if spec.get("hostname") else "",
+            worker.hosts_file,
+        )
+        self._hosts.add(uid, entry)
+        self.workers[uid] = worker
+        worker.update(pod)
+        task = asyncio.create_task(self._run(worker), name=f"pod {namespace}/{metadata['name']}")
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _addresses(self, spec: Mapping[str, Any]) -> PodAddresses:
+        node = self._node_addresses[spec["nodeName"]]
+        if spec.get("hostNetwork"):
+            return PodAddresses(public=node, process=node, node=node)
+        index = self._pod_count
+        self._pod_count += 1
+        return PodAddresses(self._block.pod(index), self._block.pod_process(index), node)
+
+    async def _run(self, worker: PodWorker) -> None:
+        uid, addresses = worker.pod["metadata"]["uid"], worker.addresses
+        proxies: dict[int, PortProxy] = {}
+        if addresses.public != addresses.process:
+            for port in {*self._proxied_ports, *declared_ports(worker.pod)}:
+                proxies[port] = PortProxy(addresses.public, addresses.process, port)
+                await proxies[port].set_state("open")
+        self.proxies[uid] = proxies
+
+        async def on_end() -> None:
+            self.mount_points += worker.mount_points
+            self._hosts.remove(uid)
+            for proxy in self.proxies.pop(uid).values():
+                await proxy.close()
+
+        await worker.run(on_end=on_end)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s: the worker failed", task.get_name(), exc_info=error)
+
+    def _record(self, pod: Manifest, container: str, process: OsProcess) -> None:
+        metadata = pod["metadata"]
+        self.started.append(
+            StartedProcess(
+                metadata["namespace"], metadata["name"], metadata["uid"], container, process
+            )
+        )
+
+    async def _patch_status(self, pod: Manifest, status: Manifest) -> bool:
+        # A strategic merge patch: conditions are merged by type, so those that others set, such
+        # as DisruptionTarget, survive. The uid makes the patch fail on a later pod of this name.
+        body = {"metadata": {"uid": pod["metadata"]["uid"]}, "status": status}
+        return await self._persist("PATCH", f"{_path(pod)}/status", body, _STRATEGIC_MERGE)
+
+    async def _remove(self, pod: Manifest) -> None:
+        options = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "gracePeriodSeconds": 0,
+            "preconditions": {"uid": pod["metadata"]["uid"]},
+        }
+        await self._persist("DELETE", _path(pod), options)
+
+    async def _persist(
+        self, method: str, path: str, body: Manifest, content_type: str = "application/json"
+    ) -> bool:
+        """Send until the API server takes it; False when the pod is gone."""
+        while True:
+            try:
+                await self._request(method, path, body, content_type)
+            except aiohttp.ClientResponseError as error:
+                if error.status in (404, 409, 422):
+                    return False
+                _log.warning("%s %s: %s", method, path, error)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                _log.warning("%s %s: %s", method, path, error)
+            else:
+                return True
+            await asyncio.sleep(0.3)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Manifest | None = None,
+        content_type: str = "application/json",
+    ) -> Any:
+        async with self._http.request(
+            method,
+            path,
+            data=None if body is None else json.dumps(body),
+            headers={"Content-Type": content_type},
+        ) as answer:
+            return await answer.json()
+
+
+def _path(pod: Manifest) -> str:
+    metadata = pod["metadata"]
+    return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+
+
+def remove_mount_points(paths: Sequence[Path]) -> None:
+    """Remove what was made to mount on, innermost first; what is in use or filled stays."""
+    for path in sorted(set(paths), key=lambda each: len(each.parts), reverse=True):
+        with contextlib.suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()
