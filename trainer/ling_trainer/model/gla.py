@@ -5,14 +5,15 @@ Source: Qin et al. 2024 (arXiv 2401.04658); flash-linear-attention's simple_gla 
 """
 
 import math
+from typing import no_type_check
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-import jax
 from ling_trainer.config import ModelConfig
 from ling_trainer.model.layers import (
     RMSNorm,
@@ -24,6 +25,7 @@ from ling_trainer.model.layers import (
 )
 
 
+@no_type_check
 @struct.dataclass
 class Retention:
     """Outputs of linear attention and the state after the last token."""
@@ -186,11 +188,12 @@ def recurrent_attention(
     state = initial_state
     if state is None:
         state = jnp.zeros((batch, heads, width, width), jnp.float32)
-    by_token = tuple(x.astype(jnp.float32).swapaxes(0, 1) for x in (q, k, v, keep))
-    state, outputs = lax.scan(token, state, by_token)
+    qs, ks, vs, keeps = (x.astype(jnp.float32).swapaxes(0, 1) for x in (q, k, v, keep))
+    state, outputs = lax.scan(token, state, (qs, ks, vs, keeps))
     return Retention(outputs.swapaxes(0, 1).astype(q.dtype), state)
 
 
+@no_type_check
 @struct.dataclass
 class _Decay:
     within: Float[Array, "H C C"]  # from token j to token i >= j of a chunk

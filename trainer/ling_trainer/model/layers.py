@@ -1,16 +1,16 @@
 """Layers that every block is made of. B sequences, S tokens, D hidden width, F inner width."""
 
-from typing import Literal
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Shaped
 
-type ComputeType = Literal["float32", "bfloat16"]
 
-
+@no_type_check
 @struct.dataclass
 class Tokens:
     """What the layers know of a batch besides its activations."""
@@ -22,16 +22,16 @@ class Tokens:
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], *, std: float) -> nnx.Param:
-    """Return a float32 matrix drawn from normal(0, std)."""
+    """Draw a float32 matrix from the normal distribution of mean 0."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
-def weight(param: nnx.Param, dtype: jnp.dtype) -> Array:
+def weight(param: nnx.Param, dtype: DTypeLike) -> Array:
     """Return a stored float32 parameter as the compute type; every use of a weight is this one."""
     return param[...].astype(dtype)
 
 
-def precision(dtype: jnp.dtype) -> lax.Precision:
+def precision(dtype: DTypeLike) -> lax.Precision:
     """Return the precision of a product: float32 means float32 on accelerators too."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
@@ -55,7 +55,7 @@ class RMSNorm(nnx.Module):
         self.groups = groups
 
     def __call__(
-        self, x: Float[Array, "*B D"], dtype: jnp.dtype | None = None
+        self, x: Float[Array, "*B D"], dtype: DTypeLike | None = None
     ) -> Float[Array, "*B D"]:
         """Normalise; `dtype` is the output's type, the input's by default."""
         dtype = x.dtype if dtype is None else dtype

@@ -192,7 +192,8 @@ class Ling2(nnx.Module):
         if not count:
             return x, []
         structure, stacked = nnx.split(self.groups)
-        by_group = [a.reshape(count, -1, a.shape[-1]) for a in (biases, decays)]
+        biases, decays = (a.reshape(count, -1, a.shape[-1]) for a in (biases, decays))
+        xs = (stacked, biases, decays)
 
         def group(x: Array, xs: tuple[Any, Array, Array]) -> tuple[Array, LayerStats]:
             leaves, bias, decay = xs
@@ -201,11 +202,11 @@ class Ling2(nnx.Module):
             return x, jax.tree.map(lambda *layers: jnp.concatenate(layers), *stats)
 
         if self.config.scan_layers:
-            x, stats = lax.scan(group, x, (stacked, *by_group))
+            x, stats = lax.scan(group, x, xs)
             return x, [jax.tree.map(lambda s: s.reshape(-1, s.shape[-1]), stats)]
         collected: list[LayerStats] = []
         for g in range(count):
-            x, stats = group(x, jax.tree.map(lambda a, g=g: a[g], (stacked, *by_group)))
+            x, stats = group(x, jax.tree.map(lambda a, g=g: a[g], xs))
             collected.append(stats)
         return x, collected
 
@@ -264,7 +265,6 @@ def _router_stats(parts: list[LayerStats], config: ModelConfig, tokens: Tokens) 
     return RouterStats(joined.aux.T, joined.z.T, joined.expert_counts)
 
 
-@functools.lru_cache(maxsize=16)
 def _structure(config: ModelConfig) -> nnx.GraphDef[Ling2]:
     """Return the static half of the model, without making any array."""
     return nnx.split(nnx.eval_shape(lambda: Ling2(config, rngs=nnx.Rngs(params=0))))[0]

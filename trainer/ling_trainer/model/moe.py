@@ -6,6 +6,7 @@ megatron/core/transformer/moe/{moe_utils,router}.py@d98e8a64 for the statistics.
 """
 
 import functools
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from ling_trainer.model.layers import SwiGLU, Tokens, normal, precision, swiglu,
 _MOST_DENSE_EXPERTS = 32
 
 
+@no_type_check
 @struct.dataclass
 class Routing:
     """Which experts each token goes to, and with what weight."""
@@ -28,6 +30,7 @@ class Routing:
     weights: Float[Array, "T k"]  # float32, scaled
 
 
+@no_type_check
 @struct.dataclass
 class LayerStats:
     """One router's statistics; see outputs.RouterStats."""
@@ -37,6 +40,7 @@ class LayerStats:
     expert_counts: Int[Array, "*layers E"]
 
 
+@no_type_check
 @struct.dataclass
 class Dispatched:
     """Token rows sorted by expert, and the way back."""
@@ -93,13 +97,12 @@ class Experts(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
         """Return the weighted sum of each token's experts.
 
-        XLA's CPU back end expands a ragged product to one dense product per expert anyway, so a
-        CPU computes few experts densely (8 times faster for 16 experts).
+        XLA's CPU back end expands a ragged product to one dense product per expert, so on a CPU
+        few experts are computed densely (10 times faster for 16 experts).
         """
-        operands = (x, routing, weight(self.gate_up, x.dtype), weight(self.down, x.dtype))
-        if self.gate_up.shape[0] > _MOST_DENSE_EXPERTS:
-            return sorted_experts(*operands)
-        return lax.platform_dependent(*operands, cpu=dense_experts, default=sorted_experts)
+        gate_up, down = weight(self.gate_up, x.dtype), weight(self.down, x.dtype)
+        dense = jax.default_backend() == "cpu" and gate_up.shape[0] <= _MOST_DENSE_EXPERTS
+        return (dense_experts if dense else sorted_experts)(x, routing, gate_up, down)
 
 
 def route(

@@ -74,20 +74,16 @@ def roll_within_segments(
       x: tokens, labels or a mask.
       segment_ids: the documents; 0 is padding.
       shift: 1 <= shift < S.
-      fill: value where the source lies in another document or past the row.
+      fill: value in padding, and where the source lies in another document or past the row.
 
     Raises:
       ValueError: shift outside [1, S).
 
     Example: [A0 A1 A2 B0 B1], shift 1 -> [A1 A2 fill B1 fill].
     """
-    moved = roll_plain(x, shift=shift, fill=fill)
-    outside = -1  # no segment has it
-    return jnp.where(
-        roll_plain(segment_ids, shift=shift, fill=outside) == segment_ids,
-        moved,
-        jnp.asarray(fill, x.dtype),
-    )
+    source = roll_plain(segment_ids, shift=shift, fill=0)
+    inside = (source == segment_ids) & (segment_ids != 0)
+    return jnp.where(inside, roll_plain(x, shift=shift, fill=fill), jnp.asarray(fill, x.dtype))
 
 
 def roll_plain(x: Shaped[Array, "B S"], *, shift: int, fill: int) -> Shaped[Array, "B S"]:
