@@ -40,6 +40,14 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
         raise ConfigError("\n".join(describe(error, RunConfig))) from None
 
 
+def merge(*layers: Mapping[str, Any]) -> Settings:
+    """Merge settings, later layers over earlier ones, as sparse as they are; no preset is read."""
+    merged: Settings = {}
+    for layer in map(_normalise, layers):
+        merged = _merge(_without_batch_size(merged, layer), layer)
+    return merged
+
+
 def preset_settings(name: object) -> Settings:
     """Return the settings of a preset; {} for None.
 
