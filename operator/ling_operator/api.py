@@ -83,7 +83,7 @@ class Reason(StrEnum):
     METRICS_MISSING = "MetricsMissing"
     NO_SAMPLE_YET = "NoSampleYet"
 
-    STEPS_FINITE = "StepsFinite"
+    HEALTHY = "Healthy"
     NON_FINITE_LOSS = "NonFiniteLoss"
     NON_FINITE_GRADIENT = "NonFiniteGradient"
     DIVERGED = "Diverged"
@@ -345,7 +345,7 @@ class Metadata(Schema):
 
 
 class TrainingRun(Schema):
-    """One custom resource."""
+    """A pre-training run on TPU slices or CPU hosts, stopped when it diverges."""
 
     api_version: Literal["ling.primatrix.io/v1alpha1"] = "ling.primatrix.io/v1alpha1"
     kind: Literal["TrainingRun"] = "TrainingRun"

@@ -120,7 +120,7 @@ def judge(state: HealthState, policy: HealthPolicy) -> Verdict:
     if rule.action == "Ignore" or longest < rule.consecutive_steps:
         return Verdict(
             health=Health.HEALTHY,
-            reason=Reason.STEPS_FINITE,
+            reason=Reason.HEALTHY,
             message=f"{state.nonfinite_steps} non-finite steps so far.",
         )
     reason = state.signal or Reason.DIVERGED
