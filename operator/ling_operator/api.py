@@ -193,7 +193,7 @@ class TrainingRunSpec(Schema):
     image: Annotated[str, Field(min_length=1)]
     """Container image of the trainer."""
     command: tuple[str, ...] = ()
-    """Entry point, exec form; empty is `python -m ling_trainer`."""
+    """Entry point, exec form; empty is `python3 -m ling_trainer`."""
     args: tuple[str, ...] = ()
     """Arguments of the entry point; key=value overrides for ling_trainer."""
     tpu: TpuSlice | None = None

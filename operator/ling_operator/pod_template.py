@@ -16,7 +16,7 @@ from ling_operator.views import TRAINER_CONTAINER
 type Manifest = dict[str, Any]
 
 COORDINATOR_PORT = 8476
-DEFAULT_COMMAND = ("python", "-m", "ling_trainer")
+DEFAULT_COMMAND = ("python3", "-m", "ling_trainer")
 
 _SHARED_MEMORY = {"name": "dshm", "mountPath": "/dev/shm"}  # noqa: S108 - not a file of ours
 _JOB_INDEX = "metadata.labels['jobset.sigs.k8s.io/job-index']"
