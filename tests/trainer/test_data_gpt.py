@@ -108,7 +108,7 @@ def test_golden_order_of_documents_and_samples_is_megatrons(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden_samples_have_megatrons_hashes(name: str) -> None:
+def test_golden_samples_have_megatrons_hashes(name: str, show_golden: Any) -> None:
     case = CASES[name]
     dataset, ours = golden_samples(case)
     hashes = case["sha256_all_samples_int64le"]
@@ -126,7 +126,8 @@ def test_golden_samples_have_megatrons_hashes(name: str) -> None:
         }
     assert set(worst.values()) == {0}
     fields = "all fields" if len(compared) == 4 else "all but the loss mask"
-    print(f"golden megatron/data/{name}: {len(dataset)} samples, {fields}, worst error 0")
+    cases = f"{len(dataset)} samples, {fields}"
+    show_golden(f"megatron/data/{name}", cases=cases, worst=max(worst.values()), tolerance=0)
 
 
 # The vectorised search against the walk it replaces.
@@ -177,6 +178,25 @@ def test_the_sample_index_equals_a_walk_over_the_documents(
     assert index.tolist() == walk(
         lengths, order, sequence_length=sequence_length, extra=int(extra), count=count
     )
+
+
+def test_a_partial_last_sample_may_end_in_an_empty_document(tmp_path: Path) -> None:
+    with write_indexed(tmp_path / "x", np.uint16) as writer:
+        for tokens in ([1, 2, 3, 4, 5], []):
+            writer.add_sequence(tokens)
+            writer.end_document()
+    indexed = IndexedDataset.open(tmp_path / "x")
+    pairs = build_sample_index(
+        indexed.sequence_lengths,
+        np.array([0, 1], np.int32),
+        sequence_length=3,
+        extra_token=True,
+        drop_last_partial=False,
+    )
+    assert pairs.tolist() == [[0, 0], [0, 3], [1, 0]]
+    index = GPTIndex(np.array([0, 1], np.int32), pairs, np.arange(2), 1)
+    dataset = GPTDataset(indexed, index, sequence_length=3, vocab_size=10)
+    assert [dataset.sample(i).tolist() for i in range(2)] == [[1, 2, 3, 4], [4, 5, -1, -1]]
 
 
 @given(

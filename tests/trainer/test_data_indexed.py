@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def test_every_golden_dataset_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_golden_index_files_are_read_as_megatron_reads_them(name: str) -> None:
+def test_golden_index_files_are_read_as_megatron_reads_them(name: str, show_golden: Any) -> None:
     facts = FACTS[name]
     dataset = IndexedDataset.open(GOLDEN / name)
     assert len(dataset) == facts["sequences"]
@@ -49,7 +50,8 @@ def test_golden_index_files_are_read_as_megatron_reads_them(name: str) -> None:
         assert array[: len(facts[key])].tolist() == facts[key]
     modes = dataset.sequence_modes
     assert (None if modes is None else modes.tolist()) == facts["modes"]
-    print(f"golden megatron/data/{name}.idx: {len(dataset)} sequences, equal")
+    cases = f"{len(dataset)} sequences"
+    show_golden(f"megatron/data/{name}.idx", cases=cases, worst=0, tolerance=0)
 
 
 @pytest.mark.parametrize("name", FACTS)

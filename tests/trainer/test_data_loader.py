@@ -85,7 +85,7 @@ def test_every_golden_sampler_case_is_tested() -> None:
     ],
 )
 def test_golden_sampler_order_is_what_split_microbatches_gives(
-    case: int, num_microbatches: int
+    case: int, num_microbatches: int, show_golden: Any
 ) -> None:
     golden = SAMPLER[case]
     size, ranks = golden["micro_batch_size"], golden["data_parallel_size"]
@@ -106,7 +106,8 @@ def test_golden_sampler_order_is_what_split_microbatches_gives(
         first = step * num_microbatches
         theirs = by_rank[:, first : first + num_microbatches].swapaxes(0, 1)
         np.testing.assert_array_equal(ours, theirs)
-    print(f"golden megatron/data/sampler.json[{case}] K={num_microbatches}: {steps} steps, equal")
+    cases = f"case {case}, K={num_microbatches}, {steps} steps"
+    show_golden("megatron/data/sampler.json", cases=cases, worst=0, tolerance=0)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_golden_sampler_order_is_what_split_microbatches_gives(
     ],
 )
 def test_golden_samples_come_out_of_the_loader(
-    dataset: str, name: str, settings: dict[str, Any]
+    dataset: str, name: str, settings: dict[str, Any], show_golden: Any
 ) -> None:
     ling = dataset == "ds_b"
     with np.load(GOLDEN / f"{name}.npz") as golden:
@@ -157,7 +158,8 @@ def test_golden_samples_come_out_of_the_loader(
         np.testing.assert_array_equal(batch.targets[0], wanted["labels"][place])
         np.testing.assert_array_equal(batch.loss_mask[0], wanted["loss_mask"][place])
         np.testing.assert_array_equal(batch.positions[0], wanted["position_ids"][place])
-    print(f"golden megatron/data/{name} by the loader: {len(numbers)} whole samples, equal")
+    cases = f"{len(numbers)} samples of the loader"
+    show_golden(f"megatron/data/{name}", cases=cases, worst=0, tolerance=0)
 
 
 # Who reads, and when.
