@@ -1,0 +1,161 @@
+"""The step against MaxText, Megatron and a float64 reference, through the product's functions."""
+
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+GRAD_ATOL, LOSS_ATOL = 2e-6, 1e-5  # fixtures/maxtext/README.json
+
+
+@pytest.fixture(scope="module")
+def case_errors(maxtext: SimpleNamespace, run_toy_step: Any) -> Callable[..., dict[str, float]]:
+    """Error of each value of one case of expected.npz, as a multiple of its tolerance."""
+
+    def errors(package: str, case: str, **options: bool) -> dict[str, float]:
+        segments, z, micro, per_token, norm = case.split("_", 4)
+        log, grads = run_toy_step(
+            package,
+            maxtext.inputs[f"seg_{segments}"],
+            num_microbatches=int(micro.removeprefix("GA")),
+            calculate_per_token_loss=per_token == "pertoken1",
+            mtp_per_layer_loss_norm=norm == "per_layer",
+            z_loss_multiplier=float(z[1:]),
+            load_balance_loss_weight=float(maxtext.inputs["lb_coeff"]),
+            mtp_loss_scaling_factor=float(maxtext.inputs["mtp_scale"]),
+            **options,
+        )
+        want = {
+            key.removeprefix(f"{case}/"): value
+            for key, value in maxtext.expected.items()
+            if key.startswith(f"{case}/")
+        }
+        want["loss"] = want["loss_rfc"] + want["z_loss"]
+        found = {name: np.abs(grads[name] - want[f"grad_{name}"]).max() for name in grads}
+        scaled = {f"grad_{name}": error / GRAD_ATOL for name, error in found.items()}
+        names = ("lm_loss", "z_loss", "moe_lb_loss", "mtp_loss", "raw_mtp_loss", "objective")
+        for name in (*names, "loss"):
+            scaled[name] = abs(log[f"learning/{name}"] - want[name]) / LOSS_ATOL
+        for name in ("num_zeros", "total_weights"):  # counts: exact
+            scaled[name] = 0.0 if log[f"learning/{name}"] == want[name] else np.inf
+        return scaled
+
+    return errors
+
+
+def test_golden_maxtext_cases_hold_through_the_products_own_functions(
+    maxtext: SimpleNamespace, case_errors: Any, show_golden: Any
+) -> None:
+    assert len(maxtext.cases) == 48
+    assert {key.split("/")[0] for key in maxtext.expected} == set(maxtext.cases)
+    worst = {case: case_errors("ling_trainer", case) for case in maxtext.cases}
+    for kind, tolerance in (("grad", GRAD_ATOL), ("loss", LOSS_ATOL)):
+        ratios = [
+            e
+            for case in worst.values()
+            for name, e in case.items()
+            if ("grad" in name) == (kind == "grad")
+        ]
+        show_golden(
+            f"maxtext/expected.npz ({kind})", cases="48/48",
+            worst=max(ratios) * tolerance, tolerance=tolerance,
+        )  # fmt: skip
+    red = {c: {n: e for n, e in errors.items() if not e <= 1} for c, errors in worst.items()}
+    assert not {case: errors for case, errors in red.items() if errors}
+
+
+def test_golden_tunix_accumulation_averages_micro_batches_and_reports_the_token_average(
+    maxtext: SimpleNamespace, run_toy_step: Any, show_golden: Any
+) -> None:
+    upstream, worst = maxtext.upstream, 0.0
+    # Upstream skips a step without tokens, auxiliaries included: no case for allpad. The segments
+    # of onepad were not recorded.
+    cases = {"uneven_z0": 0.0, "uneven_z0.001": 0.001, "even_z0": 0.0}
+    for case, z in cases.items():
+        log, grads = run_toy_step(
+            "ling_trainer",
+            maxtext.inputs[f"seg_{case.split('_')[0]}"],
+            num_microbatches=4,
+            use_tunix_gradient_accumulation=True,
+            z_loss_multiplier=z,
+            load_balance_loss_weight=float(maxtext.inputs["lb_coeff"]),
+        )
+        prefix = f"{case}_GA4_tunix"
+        assert abs(log["learning/loss"] - upstream[f"{prefix}/loss"]) < LOSS_ATOL
+        for name, grad in grads.items():
+            worst = max(worst, np.abs(grad - upstream[f"{prefix}/grad_{name}"]).max())
+    show_golden(
+        "maxtext/upstream_0.2.5.npz (tunix)", cases="3/5", worst=worst, tolerance=GRAD_ATOL
+    )
+    assert worst < GRAD_ATOL
+
+
+def test_golden_megatron_groups_of_ranks_weigh_the_same_whatever_their_tokens(
+    maxtext: SimpleNamespace, run_toy_step: Any, show_golden: Any
+) -> None:
+    golden, worst = maxtext.megatron_groups, 0.0
+    cases = {"dp1_k4_strided": (1, 4), "dp2_k2": (2, 2), "dp2_k4_mbs1": (2, 4), "dp4_k1": (4, 1)}
+    assert {key.split("/")[0] for key in golden} == set(cases)
+    for case, (ranks, micro) in cases.items():
+        groups = golden[f"{case}/rows"].reshape(ranks, micro, -1)  # rank d, micro-batch k, row j
+        rows = groups.transpose(0, 2, 1).reshape(-1)  # row (d * mbs + j) * K + k
+        log, grads = run_toy_step(
+            "ling_trainer",
+            maxtext.inputs["seg_uneven"],
+            rows,
+            num_microbatches=micro,
+            loss_groups=ranks,
+            calculate_per_token_loss=False,
+        )
+        assert abs(log["learning/lm_loss"] - golden[f"{case}/lm_loss"]) < LOSS_ATOL
+        token_avg = golden[f"{case}/lm_loss_token_avg"]
+        assert abs(log["learning/lm_loss_token_avg"] - token_avg) < LOSS_ATOL
+        worst = max(worst, np.abs(grads["W"] - golden[f"{case}/grad_W"]).max())
+    show_golden("maxtext/megatron_groups.npz", cases="4/4", worst=worst, tolerance=GRAD_ATOL)
+    assert worst < GRAD_ATOL
+
+
+MUTANTS = tomllib.loads((Path(__file__).parent / "mutants" / "step.toml").read_text())["mutant"]
+
+
+def _red(errors: dict[str, float]) -> set[str]:
+    return {name for name, error in errors.items() if not error <= 1}
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS], ids=lambda m: m["name"] if m else "none")
+def test_golden_turns_red_for_every_mutant_of_the_step(
+    mutant: dict[str, Any] | None,
+    case_errors: Any,
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy of the package under another name, one line changed; the copy itself is green."""
+    package = f"ling_mutant_{MUTANTS.index(mutant) if mutant else 'none'}"
+    folder = tmp_path / package
+    shutil.copytree(
+        repository / "trainer" / "ling_trainer",
+        folder,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    if mutant:
+        source = (folder / mutant["file"]).read_text()
+        assert source.count(mutant["line"]) == 1, f"{mutant['line']!r} is not there once"
+        assert "\n" not in mutant["line"].strip()
+        (folder / mutant["file"]).write_text(source.replace(mutant["line"], mutant["becomes"]))
+    for path in folder.rglob("*.py"):
+        path.write_text(path.read_text().replace("ling_trainer", package))
+    monkeypatch.syspath_prepend(tmp_path)
+    if mutant:
+        options = {"masked_nan": True} if mutant["masked_nan"] else {}
+        red = _red(case_errors(package, mutant["case"], **options))
+        assert red >= set(mutant["red"])
+        return
+    for other in MUTANTS:
+        options = {"masked_nan": True} if other["masked_nan"] else {}
+        assert not _red(case_errors(package, other["case"], **options))
