@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -18,12 +18,12 @@ from lingcluster import container, operator_process
 from lingcluster.audit import AuditLog
 from lingcluster.build import Builder, Programs, ProgramsUnavailableError
 from lingcluster.client import wait_for
+from lingcluster.container_setup import Timing
 from lingcluster.control_plane import ControlPlane
 from lingcluster.kubelet import ProcessKubelet
 from lingcluster.loopback import LoopbackBlock
-from lingcluster.operator_process import OperatorAddresses, OperatorProcess
+from lingcluster.operator_process import OperatorAddresses, OperatorProcess, StartOperator
 from lingcluster.pod_spec import Image
-from lingcluster.pod_worker import Timing
 from lingcluster.processes import Session
 from lingcluster.workloads import SHELL_IMAGE
 
@@ -212,16 +212,6 @@ def namespace(control_plane: ControlPlane, kubelet: ProcessKubelet) -> Iterator[
 def audit_log(control_plane: ControlPlane) -> AuditLog:
     """The requests that the API server answers from the test's start on."""
     return control_plane.audit_log.mark()
-
-
-class StartOperator(Protocol):
-    """Starts an operator that watches the test's namespace, and waits until it is ready."""
-
-    def __call__(
-        self, *, kubeconfig: Path | None = None, arguments: Sequence[str] = (), wait: bool = True
-    ) -> OperatorProcess:
-        """Start one more; `kubeconfig` None is the operator's own service account."""
-        ...
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 type Manifest = dict[str, Any]
 
 _PATCH_TYPES = {
@@ -233,6 +235,13 @@ class Kubectl:
             msg = f"kubectl {' '.join(arguments)}: exit {done.returncode}: {done.stderr.strip()}"
             raise RuntimeError(msg)
         return done.stdout
+
+
+def load_manifests(path: Path) -> list[Manifest]:
+    """Return the objects of a YAML file."""
+    # libyaml where the wheel has it: JobSet's CRD takes the Python parser a second.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [each for each in yaml.load_all(path.read_text(), Loader=loader) if each]
 
 
 def find_condition(manifest: Manifest, kind: str) -> Manifest | None:

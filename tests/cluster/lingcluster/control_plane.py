@@ -16,8 +16,6 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from lingcluster import jobset_controller
 from lingcluster.audit import POLICY, AuditLog
 from lingcluster.build import Programs
@@ -28,6 +26,7 @@ from lingcluster.client import (
     Kubectl,
     Manifest,
     has_condition,
+    load_manifests,
     wait_for,
 )
 from lingcluster.loopback import LoopbackBlock
@@ -143,9 +142,9 @@ class ControlPlane:
         """
         self._start_etcd()
         self._start_api_server()
-        definitions = [*jobset_controller.crds(self.programs), *(_load(path) for path in crds)]
-        for crd in definitions:
-            self.install_crd(crd)
+        for path in (*jobset_controller.crd_files(self.programs), *crds):
+            for crd in load_manifests(path):
+                self.install_crd(crd)
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             starts = (self._start_controller_manager, self._start_scheduler, self._start_jobset)
             for done in [pool.submit(start) for start in starts]:
@@ -307,7 +306,3 @@ class ControlPlane:
 def _answers(url: str) -> bool:
     with urllib.request.urlopen(url, timeout=2) as answer:
         return answer.status == 200
-
-
-def _load(path: Path) -> Manifest:
-    return yaml.safe_load(path.read_text())

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from pathlib import Path
-
-import yaml
 
 from lingcluster.build import Programs
 from lingcluster.certificates import KeyPair
-from lingcluster.client import KubeClient, Manifest
+from lingcluster.client import KubeClient, Manifest, load_manifests
 
 USER = "jobset-controller"
 _COMPONENTS = Path("config/components")
@@ -19,15 +16,14 @@ _RBAC = "/apis/rbac.authorization.k8s.io/v1"
 _ADMISSION = "/apis/admissionregistration.k8s.io/v1"
 
 
-def crds(programs: Programs) -> Iterator[Manifest]:
-    """Yield JobSet's CustomResourceDefinitions."""
-    for path in sorted((programs.assets["jobset"] / _COMPONENTS / "crd/bases").glob("*.yaml")):
-        yield yaml.safe_load(path.read_text())
+def crd_files(programs: Programs) -> list[Path]:
+    """Return JobSet's CustomResourceDefinitions."""
+    return sorted((programs.assets["jobset"] / _COMPONENTS / "crd/bases").glob("*.yaml"))
 
 
 def grant_role(programs: Programs, client: KubeClient) -> None:
     """Give USER the rights of JobSet's own role, and no more."""
-    role = yaml.safe_load((programs.assets["jobset"] / _COMPONENTS / "rbac/role.yaml").read_text())
+    (role,) = load_manifests(programs.assets["jobset"] / _COMPONENTS / "rbac/role.yaml")
     role["metadata"]["name"] = USER
     client.apply(f"{_RBAC}/clusterroles/{USER}", role)
     binding: Manifest = {
@@ -79,7 +75,7 @@ def register_webhooks(
     """Register JobSet's webhooks at `url`, trusted by the certificate in `authority`."""
     bundle = base64.b64encode(authority.read_bytes()).decode()
     manifests = programs.assets["jobset"] / _COMPONENTS / "webhook/manifests.yaml"
-    for configuration in yaml.safe_load_all(manifests.read_text()):
+    for configuration in load_manifests(manifests):
         name = f"jobset-{configuration['metadata']['name']}"
         configuration["metadata"]["name"] = name
         for webhook in configuration["webhooks"]:

@@ -13,12 +13,13 @@ from typing import Any
 
 from lingcluster.client import Identity
 from lingcluster.container_process import POD_VARIABLE
+from lingcluster.container_setup import Timing
 from lingcluster.guardian import marked_processes
 from lingcluster.loopback import LoopbackBlock
 from lingcluster.node_agent import NodeAgent, StartedProcess, remove_mount_points
 from lingcluster.nodes import DEFAULT_POOLS, NodePool
 from lingcluster.pod_spec import Image
-from lingcluster.pod_worker import PodWorker, Timing
+from lingcluster.pod_worker import PodWorker
 from lingcluster.port_proxy import PortState
 from lingcluster.processes import Session
 

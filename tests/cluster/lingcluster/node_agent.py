@@ -20,11 +20,12 @@ import aiohttp
 
 from lingcluster.client import Identity, Manifest
 from lingcluster.container_process import OsProcess
+from lingcluster.container_setup import Surroundings, Timing, hostname, hosts_file
 from lingcluster.hosts import HostsEntry, HostsFiles
 from lingcluster.loopback import LoopbackBlock
 from lingcluster.nodes import NodePool, node_manifest, node_status, taints
 from lingcluster.pod_spec import Image, PodAddresses, declared_ports
-from lingcluster.pod_worker import PodWorker, Surroundings, Timing
+from lingcluster.pod_worker import PodWorker
 from lingcluster.port_proxy import PortProxy
 
 _log = logging.getLogger(__name__)
@@ -190,9 +191,9 @@ class NodeAgent:
         entry = HostsEntry(
             namespace,
             addresses.process,
-            worker.hostname,
+            hostname(pod),
             spec.get("subdomain", "") if spec.get("hostname") else "",
-            worker.hosts_file,
+            hosts_file(directory),
         )
         self._hosts.add(uid, entry)
         self.workers[uid] = worker

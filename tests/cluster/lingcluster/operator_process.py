@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from lingcluster.client import Kubectl
 from lingcluster.processes import Process, Session
@@ -106,3 +107,13 @@ class OperatorProcess(Process):
             f"http://{self.addresses.metrics}/metrics", timeout=5
         ) as answer:
             return answer.read().decode()
+
+
+class StartOperator(Protocol):
+    """Starts an operator that watches the test's namespace, and waits until it is ready."""
+
+    def __call__(
+        self, *, kubeconfig: Path | None = None, arguments: Sequence[str] = (), wait: bool = True
+    ) -> OperatorProcess:
+        """Start one more; `kubeconfig` None is the operator's own service account."""
+        ...

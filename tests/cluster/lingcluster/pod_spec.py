@@ -78,17 +78,17 @@ def arguments(container: Manifest, image: Image, environment: Mapping[str, str])
     return [expand(word, environment) for word in words]
 
 
-def environment(
-    pod: Manifest, container: Manifest, image: Image, addresses: PodAddresses
-) -> dict[str, str]:
-    """Return the container's variables: the image's, then the pod's, $(NAME) expanded.
+def environment(pod: Manifest, container: Manifest, addresses: PodAddresses) -> dict[str, str]:
+    """Return the variables that the pod sets, $(NAME) expanded by those before it.
+
+    An image's own variables cannot be referred to.
 
     Raises:
       NotSupportedError: a value comes from a ConfigMap, a Secret or an unknown field.
     """
     if container.get("envFrom"):
         raise NotSupportedError(f"container {container['name']}: envFrom")
-    values = dict(image.environment)
+    values: dict[str, str] = {}
     for variable in container.get("env", []):
         source = variable.get("valueFrom")
         if source is None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lingcluster import pod_spec
 from lingcluster.client import Manifest
-from lingcluster.container import ContainerSpec
-from lingcluster.container_process import (
-    POD_VARIABLE,
-    ContainerProcess,
-    OsProcess,
-    StartError,
+from lingcluster.container_process import ContainerProcess, StartError
+from lingcluster.container_setup import (
+    Surroundings,
+    container_spec,
+    log_file,
+    termination_message,
 )
-from lingcluster.pod_spec import Image, ImageNotFoundError, NotSupportedError, PodAddresses
+from lingcluster.pod_spec import ImageNotFoundError, NotSupportedError, PodAddresses
 from lingcluster.pod_status import (
     ContainerRecord,
     Running,
@@ -32,50 +29,7 @@ from lingcluster.pod_status import (
     pod_status,
 )
 
-_MESSAGE_LIMIT = 4096
-_LOG_MESSAGE_LIMIT = 2048
 _LONGEST_BACKOFF = 30.0
-
-
-@dataclass
-class Timing:
-    """How slow the kubelet is, in seconds; a test may change it at any time.
-
-    Attributes:
-      start_delay: from being bound to the first process.
-      stop_delay: from the last process's end to the status that says so.
-      final_delay: from a deleted pod's last status to the removal of its object. A real kubelet
-        takes 1 to 2 s, in which controllers see the pod ended and still there.
-      restart_backoff: before the first restart of a container; doubles.
-    """
-
-    start_delay: float = 0.1
-    stop_delay: float = 0.0
-    final_delay: float = 0.3
-    restart_backoff: float = 1.0
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a pod finds on its node.
-
-    Attributes:
-      images: container images by name.
-      timing: how slow things are.
-      base_environment: variables of every container.
-      launcher_environment: the launcher's own variables, the session's mark among them.
-      patch_status: writes fields of a pod's status; False when the pod is gone.
-      remove: deletes a pod's object that has ended.
-      started: called with each started process.
-    """
-
-    images: Mapping[str, Image]
-    timing: Timing
-    base_environment: Mapping[str, str]
-    launcher_environment: Mapping[str, str]
-    patch_status: Callable[[Manifest, Manifest], Awaitable[bool]]
-    remove: Callable[[Manifest], Awaitable[None]]
-    started: Callable[[Manifest, str, OsProcess], None]
 
 
 @dataclass
@@ -111,19 +65,6 @@ class PodWorker:
         self._stopping = asyncio.Event()
         self._gone = asyncio.Event()
         self._updated = asyncio.Event()
-
-    @property
-    def hosts_file(self) -> Path:
-        """The file that its containers see as /etc/hosts."""
-        return self.directory / "hosts"
-
-    @property
-    def hostname(self) -> str:
-        """The host name inside: on hostNetwork the node's."""
-        spec = self.pod["spec"]
-        if spec.get("hostNetwork"):
-            return spec["nodeName"]
-        return spec.get("hostname") or self.pod["metadata"]["name"]
 
     def update(self, pod: Manifest) -> None:
         """Take over a newer manifest."""
@@ -200,16 +141,10 @@ class PodWorker:
 
     async def _run_once(self, container: Manifest, record: ContainerRecord) -> None:
         started_at = now()
-        log = self.directory / f"{container['name']}.log"
-        message_file = self.directory / f"{container['name']}.termination"
-        message_file.write_bytes(b"")
         container_id = f"process://{self.pod['metadata']['uid']}/{record.name}/"
         container_id += str(record.restart_count)
         try:
-            spec = self._container_spec(container, message_file)
-            process = await ContainerProcess.start(
-                spec, log=log, environment=dict(self.node.launcher_environment)
-            )
+            process = await self._start(container)
         except ImageNotFoundError as error:
             await self._stay_waiting(record, Waiting("ImagePullBackOff", str(error)))
             return
@@ -222,15 +157,24 @@ class PodWorker:
                 128, started_at, now(), str(error), container_id, reason="StartError"
             )
             return
-        self.containers[record.name] = process
-        self.mount_points += process.mount_points
-        self.node.started(self.pod, record.name, process.process)
         record.state = Running(started_at)
         await self._publish()
         code = await self._wait_or_stop(process)
         del self.containers[record.name]
-        message = _termination_message(container, message_file, log, code)
+        message = termination_message(container, self.directory, code)
         record.state = Terminated(code, started_at, now(), message, container_id)
+
+    async def _start(self, container: Manifest) -> ContainerProcess:
+        spec = container_spec(self.pod, container, self.node, self.addresses, self.directory)
+        process = await ContainerProcess.start(
+            spec,
+            log=log_file(self.directory, container),
+            environment=dict(self.node.launcher_environment),
+        )
+        self.containers[container["name"]] = process
+        self.mount_points += process.mount_points
+        self.node.started(self.pod, container["name"], process.process)
+        return process
 
     async def _stay_waiting(self, record: ContainerRecord, state: Waiting) -> None:
         record.state = state
@@ -266,40 +210,6 @@ class PodWorker:
         own = spec.get("terminationGracePeriodSeconds", 30)
         return float(metadata.get("deletionGracePeriodSeconds", own))
 
-    def _container_spec(self, container: Manifest, message_file: Path) -> ContainerSpec:
-        pod_spec.check_supported(self.pod)
-        image = pod_spec.find_image(self.node.images, container["image"])
-        environment = {
-            "HOME": "/root",
-            "HOSTNAME": self.hostname,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-            POD_VARIABLE: self.pod["metadata"]["uid"],
-            **self.node.base_environment,
-            **pod_spec.environment(self.pod, container, image, self.addresses),
-        }
-        work, devices = self.directory / "work", self.directory / f"{container['name']}.dev"
-        for folder in (work, devices):
-            folder.mkdir(exist_ok=True)
-        volumes = pod_spec.mounts(self.pod, container, self.directory / "volumes")
-        for source, _ in volumes:
-            source.mkdir(parents=True, exist_ok=True)
-        message_path = container.get("terminationMessagePath", "/dev/termination-log")
-        mounts = [
-            (self.hosts_file, Path("/etc/hosts")),
-            (message_file, Path(message_path)),
-            *volumes,
-        ]
-        return {
-            "argv": pod_spec.arguments(container, image, environment),
-            "environment": environment,
-            "working_directory": container.get("workingDir") or str(work),
-            "hostname": self.hostname,
-            "device_directory": str(devices),
-            "mounts": [
-                {"source": str(source), "target": str(target)} for source, target in mounts
-            ],
-        }
-
     async def _publish(self, *, over: bool = False) -> None:
         async with self._publishing:
             if self._gone.is_set():
@@ -325,15 +235,3 @@ class PodWorker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _termination_message(container: Manifest, message_file: Path, log: Path, code: int) -> str:
-    message = _tail(message_file, _MESSAGE_LIMIT)
-    policy = container.get("terminationMessagePolicy", "File")
-    if not message and code != 0 and policy == "FallbackToLogsOnError":
-        message = _tail(log, _LOG_MESSAGE_LIMIT)
-    return message
-
-
-def _tail(path: Path, limit: int) -> str:
-    return path.read_bytes()[-limit:].decode(errors="replace")
