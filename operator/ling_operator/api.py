@@ -299,7 +299,9 @@ class AttemptRecord(_Seen):
     """One attempt, for the history."""
 
     attempt: int
-    job_set_uid: str | None = Field(default=None, alias="jobSetUID")
+    job_set_uid: str | None = Field(
+        default=None, validation_alias="jobSetUID", serialization_alias="jobSetUID"
+    )
     reason: str | None = None
     """Why it ended; null while it runs."""
     first_step: int | None = None
@@ -315,7 +317,9 @@ class TrainingRunStatus(_Seen):
     phase: Phase = Phase.PENDING
     attempt: int = 0
     """Attempt that the rest of the status is about; 0 before the first."""
-    job_set_uid: str | None = Field(default=None, alias="jobSetUID")
+    job_set_uid: str | None = Field(
+        default=None, validation_alias="jobSetUID", serialization_alias="jobSetUID"
+    )
     restarts: int = 0
     """Restarts of the attempt; a resume is none."""
     restarts_without_progress: int = 0
