@@ -89,6 +89,7 @@ def test_any_unicode_survives(
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', 24, "line 2 is not UTF-8"),
         ("a.jsonl", '{"text": "\u00e9"}\n{"text": "\u00e9" x}'.encode(), 29, "line 2 is not JSON"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', 27, "line 2 is not JSON"),
+        ("a.JSON", b'{\n"text": "a"}\n', 2, "line 1 is not JSON"),
         ("a.jsonl", b"[" * 100_000, 0, "line 1 is not JSON"),
         ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', 14, 'a string under "text"'),
         ("a.jsonl", b'{"text": "a"}\n{"text": 5}\n', 14, 'a string under "text"'),

@@ -266,7 +266,7 @@ def test_splits_round_as_megatrons(
     assert [(part.start, part.stop) for part in ranges] == expected
 
 
-@pytest.mark.parametrize("split", ["0,0,0", "", "1,1,1,1"])
+@pytest.mark.parametrize("split", ["0,0,0", "", "1,1,1,1", "1.2.3,1", "."])
 def test_a_split_without_shares_is_refused(split: str) -> None:
     with pytest.raises(ValueError, match="write it like 999,1,0"):
         split_documents(split, 10, "train")

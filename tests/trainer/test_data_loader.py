@@ -153,11 +153,10 @@ def test_golden_samples_come_out_of_the_loader(
     assert len(batches) == settings["num_samples"]
     assert len(numbers) >= 5
     for place, i in enumerate(numbers.tolist()):
-        batch = batches[i]
-        np.testing.assert_array_equal(batch.inputs[0], wanted["tokens"][place])
-        np.testing.assert_array_equal(batch.targets[0], wanted["labels"][place])
-        np.testing.assert_array_equal(batch.loss_mask[0], wanted["loss_mask"][place])
-        np.testing.assert_array_equal(batch.positions[0], wanted["position_ids"][place])
+        ours = batches[i]
+        fields = (ours.inputs, ours.targets, ours.loss_mask, ours.positions)
+        for field, key in zip(fields, wanted, strict=True):
+            np.testing.assert_array_equal(field[0], wanted[key][place], err_msg=key)
     cases = f"{len(numbers)} samples of the loader"
     show_golden(f"megatron/data/{name}", cases=cases, worst=0, tolerance=0)
 

@@ -106,10 +106,14 @@ def test_a_bad_token_is_named_with_its_number_in_the_run() -> None:
         assert f"(sample {i}, document " in message
 
 
-def test_an_empty_split_and_one_too_short_are_refused_by_name() -> None:
+def test_settings_that_give_no_samples_are_refused_by_name() -> None:
     order = SampleOrder((1,))
     with pytest.raises(DataError, match=r"ds_a\.idx, train part of split=0,1,0: none of 1200"):
         open_source(config(split="0,1,0"), vocab_size=1000, order=order)
+    with pytest.raises(DataError, match=r"ds_a\.idx, .*write it like 999,1,0"):
+        open_source(config(split="1.2.3"), vocab_size=1000, order=order)
+    with pytest.raises(DataError, match=r"data_shuffle_seed=4294967296 is not below"):
+        open_source(config(data_shuffle_seed=2**32 - 1), vocab_size=1000, order=order.extended(2))
     # Document 1199, the test part, is empty.
     with pytest.raises(DataError, match=r"ds_a\.idx, test part of split=969,30,1: 1 doc.* 0 tok"):
         open_source(config(split="969,30,1"), vocab_size=1000, order=order, split_name="test")

@@ -24,7 +24,7 @@ type Progress = Callable[[int, int], None]
 BYTE_EOD_ID = 256
 """Ends a document; the padding token as well."""
 BYTE_VOCAB_SIZE = 512
-JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
 _MAX_DOCUMENT_BYTES = np.iinfo(np.int32).max - 1
 _CHUNK_TOKENS = 1 << 24
 
@@ -60,8 +60,9 @@ def build_dataset(
 ) -> BuildReport:
     """Tokenize files into output_prefix.bin and output_prefix.idx.
 
-    A file that ends in .jsonl or .ndjson holds a document a line, any other file is one document;
-    documents keep the order of inputs. Nothing is written when any of them is at fault.
+    A file that ends in .jsonl, .ndjson or .json holds a document a line (of JSON), any other file
+    is one document; documents keep the order of inputs. Nothing is written when any of them is at
+    fault.
 
     Args:
       inputs: UTF-8 files.
@@ -138,7 +139,7 @@ def _documents(paths: Iterable[Path], jsonl_key: str) -> Iterator[tuple[int, byt
     before = 0
     for path in paths:
         size = _size(path)
-        if path.suffix in JSONL_SUFFIXES:
+        if path.suffix.lower() in JSONL_SUFFIXES:
             for read, text in _json_lines(path, jsonl_key):
                 yield before + read, text
         elif size > _MAX_DOCUMENT_BYTES:

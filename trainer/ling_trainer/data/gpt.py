@@ -8,6 +8,7 @@ Source: Megatron-LM megatron/core/datasets/gpt_dataset.py, helpers.cpp and
 blended_megatron_dataset_config.py@d98e8a64.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,8 +71,8 @@ def split_documents(split: str, num_documents: int, name: SplitName) -> range:
     Raises:
       ValueError: split does not hold one to three numbers with a positive sum.
     """
-    shares = [float(share) for share in re.findall(r"[.0-9]+", split)]
-    if not 1 <= len(shares) <= len(SPLITS) or sum(shares) <= 0:
+    shares = [_number(share) for share in re.findall(r"[.0-9]+", split)]
+    if not 1 <= len(shares) <= len(SPLITS) or not sum(shares) > 0:
         raise ValueError(
             f"data.split={split!r} is not one to three shares with a positive sum; "
             "write it like 999,1,0"
@@ -86,6 +87,13 @@ def split_documents(split: str, num_documents: int, name: SplitName) -> range:
             return range(round(low * num_documents), round(high * num_documents))
         low = high
     return range(0)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # such as 1.2.3
+        return math.nan
 
 
 def build_index(
@@ -113,22 +121,21 @@ def build_index(
       drop_last_partial: False keeps a last sample that is shorter than L (validation).
 
     Raises:
-      ValueError: the documents hold at most one token, or make no sample at all.
+      ValueError: the documents hold at most one token, or make no sample at all, or the seed is
+        too large.
     """
+    if not 0 <= seed <= _UINT32_MAX:
+        raise ValueError(f"data.data_shuffle_seed={seed} is not below 2**32; choose a lower one")
     extra = int(extra_token)
     per_epoch = int(lengths[documents].sum(dtype=np.int64))
     if per_epoch <= 1:
-        raise ValueError(f"{len(documents)} documents hold {per_epoch} tokens; at least 2 needed")
+        raise ValueError(f"{len(documents)} documents hold {per_epoch} tokens; name more data")
     needed = 0 if num_samples is None else num_samples * sequence_length + extra
     epochs = max(1, -(-needed // per_epoch))
-
     first = ((epochs - 1) * per_epoch - extra) // sequence_length  # samples of all but the last
-    in_epoch = (per_epoch - extra) // sequence_length
-    separate = (
-        epochs > 1
-        and num_samples is not None
-        and num_samples - first < int(_SEPARATE_BELOW * in_epoch)
-    )
+    threshold = int(_SEPARATE_BELOW * ((per_epoch - extra) // sequence_length))
+    separate = epochs > 1 and num_samples is not None and num_samples - first < threshold
+
     random = np.random.RandomState(seed)
     document_index = _document_index(documents, epochs, separate=separate, random=random)
     sample_index = build_sample_index(

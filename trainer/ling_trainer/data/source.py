@@ -63,25 +63,36 @@ def open_source(
             pad_id=data.pad_id,
         )
     indexed = IndexedDataset.open(data.dataset_path)
+    try:
+        segments = _segments(data, indexed, vocab_size, order, split_name)
+    except ValueError as error:
+        where = f"{index_path(indexed.prefix)}, {split_name} part of split={data.split}"
+        raise DataError(f"{where}: {error}") from error
+    return PinnedDataset(order, segments)
+
+
+def _segments(
+    data: DataConfig,
+    indexed: IndexedDataset,
+    vocab_size: int,
+    order: SampleOrder,
+    split_name: SplitName,
+) -> tuple[GPTDataset, ...]:
     documents = split_documents(data.split, len(indexed), split_name)
-    where = f"{index_path(indexed.prefix)}, {split_name} part of split={data.split}"
     if not documents:
-        raise DataError(
-            f"{where}: none of {len(indexed)} documents; give it a larger share or add documents"
+        raise ValueError(
+            f"none of {len(indexed)} documents; give it a larger share or add documents"
         )
     segments: list[GPTDataset] = []
     first = 0
     for number, size in enumerate(order.sizes):
-        try:
-            index = build_index(
-                indexed.sequence_lengths,
-                np.arange(documents.start, documents.stop, dtype=np.int32),
-                num_samples=size,
-                sequence_length=data.max_target_length,
-                seed=data.data_shuffle_seed + number,
-            )
-        except ValueError as error:
-            raise DataError(f"{where}: {error}") from error
+        index = build_index(
+            indexed.sequence_lengths,
+            np.arange(documents.start, documents.stop, dtype=np.int32),
+            num_samples=size,
+            sequence_length=data.max_target_length,
+            seed=data.data_shuffle_seed + number,
+        )
         segments.append(
             GPTDataset(
                 indexed,
@@ -93,4 +104,4 @@ def open_source(
             )
         )
         first += size
-    return PinnedDataset(order, tuple(segments))
+    return tuple(segments)
