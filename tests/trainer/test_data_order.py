@@ -129,6 +129,7 @@ def test_the_same_seed_and_number_give_the_same_synthetic_text() -> None:
     text = np.stack([source(1, 9).sample(i) for i in range(9)])
     np.testing.assert_array_equal(np.stack([source(1, 20).sample(i) for i in range(9)]), text)
     assert (np.stack([source(2, 9).sample(i) for i in range(9)]) != text).any(axis=1).all()
+    assert len({row.tobytes() for row in text}) == 9
     assert text.shape == (9, 257)
     assert text.min() >= 0
     assert text.max() == 99
