@@ -1,17 +1,17 @@
 """What the API server last said about runs, JobSets, Jobs and pods, found by the run's key."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
-from ling_operator.api import GROUP, PLURAL, RUN_LABEL, VERSION
+from ling_operator.api import GROUP, PLURAL, RUN_LABEL, VERSION, TrainingRun
+from ling_operator.progress import scrape_target
 from ling_operator.reflector import Change, Key, Reflector
 from ling_operator.rest import JsonObject, RestClient
 from ling_operator.scrape import ScrapeTarget
 from ling_operator.views import JobSetView, PodView, view_jobset, view_pod
+from ling_trainer.schema import ConfigError
 
 JOBSET_GROUP = "jobset.x-k8s.io/v1alpha2"
-DEFAULT_SCRAPE_SECONDS = 5.0
 _GONE_PODS_KEPT = 64
 _ORDINARY_EXITS = frozenset({None, 0, 143})
 _DIVERGED_EXIT = 90
@@ -21,6 +21,20 @@ def collection(group_version: str, plural: str, namespace: str | None) -> str:
     """Return the path of a kind's objects: of a namespace, or of all for None."""
     root = "/api/v1" if group_version == "v1" else f"/apis/{group_version}"
     return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A TrainingRun as read.
+
+    Attributes:
+      run: the object, with a placeholder for a spec that cannot be read; None if not even the
+        status can, as after a downgrade: then nothing may be decided.
+      problem: what cannot be read; None if all can.
+    """
+
+    run: TrainingRun | None
+    problem: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +50,7 @@ class Caches:
     """The watched kinds. Any change of a run, or of what belongs to it, calls wake(key).
 
     Attributes:
-      runs: TrainingRuns as they came, without managedFields.
+      runs: TrainingRuns, parsed once a change.
       jobsets: all JobSets of the namespaces watched, others' too: a name may be taken.
       jobs: the run's name of each Job that has our label.
       pods: pods with our label.
@@ -54,7 +68,7 @@ class Caches:
             client,
             collection(f"{GROUP}/{VERSION}", PLURAL, namespace),
             kind=PLURAL,
-            view=trim,
+            view=view_run,
             on_change=self._run_changed,
         )
         self.jobsets = Reflector(
@@ -87,8 +101,8 @@ class Caches:
         for reflector in self.reflectors:
             await reflector.synced.wait()
 
-    def run(self, key: Key) -> JsonObject | None:
-        """Return a TrainingRun; callers must not change it."""
+    def run(self, key: Key) -> RunView | None:
+        """Return a TrainingRun."""
         return self.runs.objects.get(key)
 
     def jobset(self, key: Key) -> JobSetView | None:
@@ -105,12 +119,20 @@ class Caches:
 
     def scrape_jobs(self) -> Iterator[ScrapeJob]:
         """Yield every run whose process 0 runs and has an address."""
-        for key, raw in self.runs.objects.items():
-            target = _target(self._pods.get(key, {}))
-            if target is not None:
-                yield ScrapeJob(key=key, interval_seconds=_interval(raw), target=target)
+        for key, view in self.runs.objects.items():
+            pods = self._pods.get(key)
+            if view.run is None or not pods:
+                continue
+            pod = scrape_target(view.run, tuple(pods.values()))
+            if pod is None or pod.ip is None or not pod.metrics_port:
+                continue
+            target = ScrapeTarget(
+                ip=pod.ip, port=pod.metrics_port, pod_uid=pod.uid, host_network=pod.host_network
+            )
+            seconds = float(view.run.spec.health.scrape_interval_seconds)
+            yield ScrapeJob(key=key, interval_seconds=seconds, target=target)
 
-    def _run_changed(self, change: Change[JsonObject]) -> None:
+    def _run_changed(self, change: Change[RunView]) -> None:
         if change.deleted:
             self._gone.pop(change.key, None)
         self._wake(change.key)
@@ -153,31 +175,22 @@ class Caches:
             del gone[least]
 
 
-def trim(item: JsonObject) -> JsonObject:
-    """Drop who set what: half of an object's size, and nothing here reads it."""
-    item["metadata"].pop("managedFields", None)
-    return item
+def view_run(raw: JsonObject) -> RunView:
+    """Read a TrainingRun.
+
+    The CRD refuses what cannot be read, unless it is older or newer than this program.
+    """
+    try:
+        return RunView(TrainingRun.parse(raw), None)
+    except ConfigError as error:
+        problem = str(error)
+    attempt = raw.get("spec", {}).get("attempt", 1)
+    spec = {"image": "unreadable", "attempt": attempt if isinstance(attempt, int) else 1}
+    try:
+        return RunView(TrainingRun.parse({**raw, "spec": spec}), problem)
+    except ConfigError:
+        return RunView(None, problem)
 
 
 def _run_label(item: JsonObject) -> str:
     return str(item["metadata"]["labels"][RUN_LABEL])
-
-
-def _interval(raw: JsonObject) -> float:
-    """Read spec.health.scrapeIntervalSeconds without validating the whole object each time."""
-    health = cast("Mapping[str, Any]", raw.get("spec", {}).get("health") or {})
-    seconds = health.get("scrapeIntervalSeconds", DEFAULT_SCRAPE_SECONDS)
-    return float(seconds) if isinstance(seconds, int | float) else DEFAULT_SCRAPE_SECONDS
-
-
-def _target(pods: Mapping[str, PodView]) -> ScrapeTarget | None:
-    """Find global process 0 of the newest attempt and restart."""
-    first = [p for p in pods.values() if p.job_index == 0 and p.completion_index == 0 and p.ready]
-    if not first:
-        return None
-    pod = max(first, key=lambda p: (p.attempt, p.restart_attempt))
-    if pod.ip is None or not pod.metrics_port:
-        return None
-    return ScrapeTarget(
-        ip=pod.ip, port=pod.metrics_port, pod_uid=pod.uid, host_network=pod.host_network
-    )

@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ling_operator.api import API_VERSION, GROUP, KIND, PLURAL, VERSION, TrainingRun, dump
-from ling_operator.caches import JOBSET_GROUP, Caches, collection, trim
+from ling_operator.caches import JOBSET_GROUP, Caches, RunView, collection, view_run
 from ling_operator.plan import (
     Action,
     CreateJobSet,
@@ -42,7 +42,7 @@ class _Written:
     """Our own status write, until the watch brings it: the cache's version before, and after."""
 
     before: str
-    after: JsonObject
+    after: RunView
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +83,27 @@ class Cluster:
             self._problems[key] = result.message
 
     async def observe(self, namespace: str, name: str) -> Observed | None:
-        """Return all that a decision about a run rests on; None if there is no such run."""
+        """Return all that a decision about a run rests on; None if there is no such run.
+
+        Raises:
+          ConfigError: its status cannot be read, so nothing may be decided.
+        """
         key = namespace, name
-        raw = self._run(key)
-        if raw is None:
+        view = self._run(key)
+        if view is None:
             self._forget(key)
             return None
-        run, spec_error = parse_run(raw)
-        pods = self._caches.pods_of(key)
-        sample = self._samples.get(key)
-        if sample is not None and sample.pod_uid not in {pod.uid for pod in pods}:
-            sample = None  # of an earlier attempt, whose pod is gone
+        run = view.run
+        if run is None:
+            raise ConfigError(view.problem)
         attempt, message = self._refused.get(key, (0, None))
         return Observed(
             run=run,
-            spec_error=spec_error,
+            spec_error=view.problem,
             jobset=self._jobset(key),
-            pods=pods,
+            pods=self._caches.pods_of(key),
             jobs=self._caches.jobs_of(key),
-            sample=sample,
+            sample=self._samples.get(key),
             scrape_problem=self._problems.get(key),
             create_error=message if attempt == run.spec.attempt else None,
             now=self._now(),
@@ -123,16 +125,16 @@ class Cluster:
         for event in plan.events:
             await self._tell(key, observed.run, event)
 
-    def _run(self, key: Key) -> JsonObject | None:
+    def _run(self, key: Key) -> RunView | None:
         """Return the run, with our last status write even before the watch shows it."""
-        raw = self._caches.run(key)
+        seen = self._caches.run(key)
         written = self._written.get(key)
-        if raw is None or written is None:
-            return raw
-        if raw["metadata"]["resourceVersion"] == written.before:
+        if seen is None or written is None:
+            return seen
+        if seen.run is not None and seen.run.metadata.resource_version == written.before:
             return written.after
         del self._written[key]
-        return raw
+        return seen
 
     def _jobset(self, key: Key) -> JobSetView | None:
         """Return the JobSet, the one we just made even before the watch shows it."""
@@ -160,7 +162,7 @@ class Cluster:
             "status": dump(plan.status),
         }
         path = f"{_runs(metadata.namespace)}/{metadata.name}/status"
-        after = trim(await self._client.put(path, body))
+        after = view_run(await self._client.put(path, body))
         self._written[key] = _Written(before=metadata.resource_version, after=after)
 
     async def _act(self, key: Key, run: TrainingRun, action: Action) -> None:
@@ -242,19 +244,6 @@ class Cluster:
         )
         for memory in memories:
             memory.pop(key, None)
-
-
-def parse_run(raw: JsonObject) -> tuple[TrainingRun, str | None]:
-    """Read a run; a spec that cannot be read gives a placeholder and says what is wrong.
-
-    The CRD refuses such a spec, unless it is older or newer than this program.
-    """
-    try:
-        return TrainingRun.parse(raw), None
-    except ConfigError as error:
-        attempt = raw.get("spec", {}).get("attempt", 1)
-        spec = {"image": "unreadable", "attempt": attempt if isinstance(attempt, int) else 1}
-        return TrainingRun.parse({**raw, "spec": spec}), str(error)
 
 
 def _runs(namespace: str) -> str:

@@ -22,6 +22,7 @@ _TOKEN_SECONDS = 30.0
 
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"  # JSON is YAML
 
 
 class ApiError(Exception):
@@ -111,6 +112,12 @@ class RestClient:
     async def merge_patch(self, path: str, body: JsonObject) -> JsonObject:
         """Change the named fields; a uid in metadata makes a patch of another object fail."""
         return await self._request("PATCH", path, body=body, content_type=MERGE_PATCH)
+
+    async def apply(self, path: str, body: JsonObject, *, manager: str) -> JsonObject:
+        """Create an object, or change the fields in `body` that no other manager owns."""
+        return await self._request(
+            "PATCH", path, body=body, content_type=APPLY_PATCH, params={"fieldManager": manager}
+        )
 
     async def delete(self, path: str, *, uid: str, propagation: str) -> JsonObject:
         """Delete the object of this uid and no other.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from datetime import datetime
 from typing import Any
 
 from aiohttp import web
@@ -20,7 +19,6 @@ from prometheus_client.registry import Collector
 
 from ling_operator.caches import Caches
 from ling_operator.reflector import Key
-from ling_operator.rest import JsonObject
 from ling_operator.workqueue import WorkQueue
 from ling_trainer.health_metrics import RUN_LABELS
 
@@ -143,14 +141,14 @@ class _Snapshot(Collector):
             "When and why the run was stopped; absent while it was not.",
             [*RUN_LABELS, "reason"],
         )
-        for (namespace, name), raw in self._caches.runs.objects.items():
-            status: JsonObject = raw.get("status") or {}
-            halt: Mapping[str, Any] | None = status.get("halt")
-            phase.add_metric([name, namespace, str(status.get("phase", "Pending"))], 1)
+        for (namespace, name), view in self._caches.runs.objects.items():
+            if view.run is None:
+                continue
+            status, halt = view.run.status, view.run.status.halt
+            phase.add_metric([name, namespace, status.phase], 1)
             halted.add_metric([name, namespace], float(halt is not None))
             if halt is not None:
-                seconds = datetime.fromisoformat(str(halt["time"])).timestamp()
-                time.add_metric([name, namespace, str(halt["reason"])], seconds)
+                time.add_metric([name, namespace, halt.reason], halt.time.timestamp())
         yield from (phase, halted, time)
 
 

@@ -1,4 +1,4 @@
-"""Run a command that is asked to stop when its parent dies: `python -m ling_operator.tethered`.
+"""Run a command that is asked to stop when its parent dies: `python tethered.py PARENT COMMAND`.
 
 A wrapper instead of a function between fork and exec, which may deadlock in a threaded process.
 """
