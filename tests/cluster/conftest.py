@@ -108,7 +108,7 @@ def pytest_terminal_summary(
     if reason := config.stash.get(_SKIPPED, None):
         terminalreporter.write_line(
             "NOT TESTED: nothing ran against a real Kubernetes API server, scheduler or JobSet "
-            f"controller (all of tests/cluster): {reason}",
+            f"controller (all of tests/cluster): {' | '.join(reason.splitlines())}",
             red=True,
             bold=True,
         )
