@@ -1,0 +1,210 @@
+"""The training process from its first line to its exit code."""
+
+import dataclasses
+import logging
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from ling_trainer.checkpoint import Checkpoints, checkpoint_directory, newest_checkpoint
+from ling_trainer.config import RunConfig
+from ling_trainer.console import set_up_logging
+from ling_trainer.data.indexed import DataError
+from ling_trainer.data.loader import Loader
+from ling_trainer.data.order import SampleOrder
+from ling_trainer.data.source import open_source
+from ling_trainer.distributed import initialize
+from ling_trainer.ends import Ending, EndRun, ExitCode, leave, write_termination_message
+from ling_trainer.environment import Environment
+from ling_trainer.loop import Run, finished, train
+from ling_trainer.progress import resumed_at
+from ling_trainer.reporter import Reporter
+from ling_trainer.run_record import RunRecord, identity_of
+from ling_trainer.schema import ConfigError
+from ling_trainer.startup import Program, build_program
+from ling_trainer.step import TrainState
+from ling_trainer.stop_signal import StopSignal
+
+log = logging.getLogger("ling_trainer")
+
+UNEXPECTED = 1
+"""Exit code of an exception nobody expected."""
+_SAVE_WAIT_SECONDS = 90.0
+"""How long a diverged process of several waits for an earlier save. JAX aborts it 100 s after a
+peer died, and the run would then be restarted."""
+
+
+def run(config: RunConfig, environment: Environment, signals: StopSignal) -> NoReturn:
+    """Train, and end the process with the code that says how it went (see ends.ExitCode).
+
+    Args:
+      config: of the run.
+      environment: what this process was told.
+      signals: installed already.
+    """
+    set_up_logging(environment.group.process_id)
+    reporter = Reporter(config, environment)
+    try:
+        ending = _train(config, environment, signals, reporter)
+    except Exception as error:
+        ending = _ending_of(error, reporter)
+    signals.phase = "leaving"
+    end(ending, config, environment, reporter)
+
+
+def end(
+    ending: Ending, config: RunConfig, environment: Environment, reporter: Reporter
+) -> NoReturn:
+    """Say why, keep answering scrapes after divergence, and leave."""
+    group = environment.group
+    level = logging.INFO if ending.code in {ExitCode.FINISHED, ExitCode.STOPPED} else logging.ERROR
+    log.log(level, "exit=%d reason=%s %s", ending.code, ending.reason, ending.message)
+    write_termination_message(ending, process=group.process_id, path=environment.termination_log)
+    if ending.code == ExitCode.DIVERGED:
+        time.sleep(config.metrics.metrics_linger_seconds)
+    reporter.close()
+    leave(ending.code, process=group.process_id, num_processes=group.num_processes)
+
+
+def _train(
+    config: RunConfig, environment: Environment, signals: StopSignal, reporter: Reporter
+) -> Ending:
+    reporter.serve()
+    directory = _directory(config)
+    found = _newest(directory, environment)
+    if found >= config.steps:
+        return finished(config.steps, resumed_at(found))
+    initialize(
+        environment.group,
+        start_timeout=config.distributed.start_timeout,
+        on_timeout=lambda ending: end(ending, config, environment, reporter),
+    )
+    program = build_program(config)
+    checkpoints = Checkpoints(directory, config.checkpoint) if directory else None
+    start = _start(program, checkpoints, found, environment)
+    reporter.begin(step=int(start.state.step))
+    compiled = program.compile(with_poison=config.fault.enabled)
+    with _loader(program, start) as loader:
+        ending = train(
+            Run(
+                config=config,
+                program=program,
+                step=compiled,
+                loader=loader,
+                record=start.record,
+                checkpoints=checkpoints,
+                reporter=reporter,
+                signals=signals,
+            ),
+            start.state,
+        )
+    if checkpoints:
+        _await_save(checkpoints, ending, environment)
+        reporter.checkpoint_committed(checkpoints.newest_committed)
+    return ending
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a process begins: a restored checkpoint, or a new state."""
+
+    state: TrainState
+    record: RunRecord
+
+
+def _start(
+    program: Program, checkpoints: Checkpoints | None, found: int, environment: Environment
+) -> _Start:
+    """Restore the checkpoint of step `found`, or make the state before the first step for 0."""
+    config, group = program.config, environment.group
+    if group.num_processes > 1:  # a file system may show the processes different listings
+        found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
+    identity = identity_of(config, global_batch_size=program.global_batch_size)
+    samples = config.steps * program.global_batch_size
+    if checkpoints and environment.restore_before_step is not None:
+        for step in checkpoints.discard_after(found):
+            log.warning("discarded the checkpoint of step %d", step)
+    if checkpoints and found:
+        restored = checkpoints.restore(found, program.abstract_state, identity=identity)
+        state, order = restored.state, restored.record.sample_order.extended(samples)
+        log.info("restored the checkpoint of step %d", found)
+    else:
+        state, order = program.initial_state(), SampleOrder((samples,))
+    record = RunRecord(attempt=environment.attempt, sample_order=order, identity=identity)
+    return _Start(state, record)
+
+
+def _loader(program: Program, start: _Start) -> Loader:
+    config = program.config
+    source = open_source(
+        config.data, vocab_size=config.model.vocab_size, order=start.record.sample_order
+    )
+    return Loader(
+        source,
+        config.data,
+        rows=program.local_rows(),
+        global_batch_size=program.global_batch_size,
+        num_microbatches=config.gradient_accumulation_steps,
+        start_step=int(start.state.step),
+        num_steps=config.steps,
+    )
+
+
+def _directory(config: RunConfig) -> epath.Path | None:
+    base = config.base_output_directory
+    if not config.checkpoint.enable_checkpointing or base is None:
+        return None
+    return checkpoint_directory(base, config.run_name)
+
+
+def _newest(directory: epath.Path | None, environment: Environment) -> int:
+    """Return the step of the checkpoint to restore, 0 without one."""
+    if directory is None:
+        return 0
+    before = environment.restore_before_step
+    return newest_checkpoint(directory, before=before, attempt=environment.attempt) or 0
+
+
+def _await_save(checkpoints: Checkpoints, ending: Ending, environment: Environment) -> None:
+    """Wait for the last save; a run that diverged ends as diverged whatever comes of it."""
+    if ending.code != ExitCode.DIVERGED:
+        checkpoints.wait()
+        return
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            checkpoints.wait()
+        except EndRun as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(_SAVE_WAIT_SECONDS if environment.group.num_processes > 1 else None)
+    if thread.is_alive() or errors:
+        log.error("the last save did not complete: %s", errors or "a peer is gone")
+
+
+def _ending_of(error: Exception, reporter: Reporter) -> Ending:
+    """Say how the run ends after an exception."""
+    progress = reporter.progress
+    known: Any = None
+    if isinstance(error, EndRun):
+        known = error.ending
+    elif isinstance(error, DataError):
+        known = Ending(code=ExitCode.DATA, reason="InvalidData", message=str(error))
+    elif isinstance(error, ConfigError):
+        known = Ending(code=ExitCode.CONFIGURATION, reason="InvalidConfig", message=str(error))
+    else:
+        traceback.print_exception(error)
+        message = f"{type(error).__name__}: {error}"
+        known = Ending(code=UNEXPECTED, reason="UnexpectedError", message=message)
+    return dataclasses.replace(
+        known, step=progress.step, last_finite_step=progress.last_finite_step
+    )

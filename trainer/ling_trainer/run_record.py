@@ -1,0 +1,89 @@
+"""What a checkpoint says about its run beside the arrays: its identity and data position."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ling_trainer.config import RunConfig
+from ling_trainer.data.order import SampleOrder
+
+FORMAT = 1
+_FREE_MODEL_FIELDS = frozenset(
+    {"dtype", "chunk_size", "scan_layers", "remat_policy", "initializer_range"}
+)
+"""What may differ from the run's start: how to compute, not what."""
+_DATA_FIELDS = ("dataset_type", "split", "data_shuffle_seed", "max_target_length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """The JSON part of a checkpoint.
+
+    Attributes:
+      attempt: of the TrainingRun that saved it; 0 outside of the operator.
+      sample_order: how many samples each index of the data was built for.
+      identity: settings that the arrays and the data position depend on, by dotted name.
+      checksums: of each leaf of the state, by name.
+    """
+
+    attempt: int
+    sample_order: SampleOrder
+    identity: Mapping[str, Any]
+    checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is stored."""
+        return {
+            "format": FORMAT,
+            "attempt": self.attempt,
+            "sample_order": self.sample_order.to_json(),
+            "identity": dict(self.identity),
+            "checksums": dict(self.checksums),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Self:
+        """Read what to_json returned.
+
+        Raises:
+          ValueError: it is something else, or of a newer format.
+        """
+        if record.get("format") != FORMAT:
+            raise ValueError(
+                f"its run record has format {record.get('format')!r} and this version reads "
+                f"{FORMAT}; use the version that wrote it"
+            )
+        try:
+            return cls(
+                attempt=int(record["attempt"]),
+                sample_order=SampleOrder.from_json(record["sample_order"]),
+                identity=dict(record["identity"]),
+                checksums={str(k): int(v) for k, v in record["checksums"].items()},
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"its run record is damaged ({error!r})") from error
+
+
+def identity_of(config: RunConfig, *, global_batch_size: int) -> dict[str, Any]:
+    """Return the settings that every attempt of a run must share.
+
+    The architecture, because the arrays have its shape and meaning; and what turns a step number
+    into samples, because the data position is kept as a step. Paths are left out: data may move.
+    """
+    model = config.model.model_dump(mode="json")
+    data = config.data.model_dump(mode="json")
+    return (
+        {f"model.{k}": v for k, v in model.items() if k not in _FREE_MODEL_FIELDS}
+        | {f"data.{name}": data[name] for name in _DATA_FIELDS}
+        | {"data.global_batch_size": global_batch_size}
+    )
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Name each setting that differs, with the checkpoint's value first."""
+    return [
+        f"{name} is {theirs.get(name)!r} in the checkpoint and {ours.get(name)!r} now"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
