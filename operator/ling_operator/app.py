@@ -22,7 +22,7 @@ from ling_operator.workqueue import WorkQueue
 
 STOP_SECONDS = 10.0
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("ling_operator.app")  # also when run as __main__
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

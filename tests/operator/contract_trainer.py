@@ -15,8 +15,9 @@ from pathlib import Path
 
 config = json.loads(os.environ["LING_RUN_CONFIG"])
 directory = Path(config["base_output_directory"], config["run_name"])
-index = int(os.environ["LING_CONTAINER_INDEX"])
+index = int(os.environ.get("LING_CONTAINER_INDEX", "0"))
 process = int(os.environ.get("LING_HOST_INDEX", "0"))
+directory.mkdir(parents=True, exist_ok=True)
 saved = directory / f"step-{process}"
 step = int(saved.read_text()) if saved.exists() else 0
 nan_step = int(os.environ.get("NAN_STEP", "0"))
@@ -59,7 +60,7 @@ def leave(*_: object) -> None:
 
 signal.signal(signal.SIGTERM, leave)
 port = config.get("metrics", {}).get("metrics_port", 9464) + index
-server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+server = http.server.ThreadingHTTPServer((os.environ["POD_IP"], port), Handler)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 print(f"process {process} on port {port} from step {step}", flush=True)
 while step < config["steps"]:
@@ -76,7 +77,9 @@ while step < config["steps"]:
     if nonfinite and config["health"]["trainer_stops"]:
         words = {"reason": "NonFiniteLoss", "step": str(step), "lastFiniteStep": str(step - 1)}
         words |= {"value": "nan", "signal": "NonFiniteLoss", "process": str(process)}
-        Path(os.environ["LING_TERMINATION_LOG"]).write_text(json.dumps(words))
+        Path(os.environ.get("LING_TERMINATION_LOG", "/dev/termination-log")).write_text(
+            json.dumps(words)
+        )
         os._exit(90)
 saved.write_text(str(step))
 sys.exit(0)
