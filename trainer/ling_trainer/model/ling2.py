@@ -33,6 +33,7 @@ from ling_trainer.model.layers import RMSNorm, Tokens, normal
 from ling_trainer.model.moe import LayerStats
 from ling_trainer.model.mtp import PredictionDepth, Roll, roll
 from ling_trainer.model.outputs import ModelOutputs, RouterStats
+from ling_trainer.sharding import constrain_rows
 
 type Params = dict[str, Any]
 
@@ -178,10 +179,12 @@ class Ling2(nnx.Module):
         biases = jnp.pad(router_bias, ((c.first_k_dense_replace, 0), (0, 0)))
         x = self._embed(batch.inputs)
         end = layout.prefix + layout.groups * layout.group_size
-        x, first = _run(self.prefix, x, tokens, biases, decays[: layout.prefix], config=c)
+        head = slice(layout.prefix)
+        x, first = _run(self.prefix, x, tokens, biases[head], decays[head], config=c)
         repeated = slice(layout.prefix, end)
         x, middle = self._run_groups(x, tokens, biases[repeated], decays[repeated])
-        x, last = _run(self.tail, x, tokens, biases[end:], decays[end:], config=c)
+        tail = slice(end, c.num_hidden_layers)
+        x, last = _run(self.tail, x, tokens, biases[tail], decays[tail], config=c)
         return x, [*first, *middle, *last]
 
     def _run_groups(
@@ -238,6 +241,7 @@ def _run(
     """Run blocks in order; statistics of MoE layers get a leading layer dimension of 1."""
     collected: list[LayerStats] = []
     for i, block in enumerate(blocks):
+        x = constrain_rows(x)
         x, stats = _checkpointed(block, config)(x, tokens, biases[i], decays[i])
         if stats is not None:
             collected.append(jax.tree.map(lambda s: s[None], stats))
