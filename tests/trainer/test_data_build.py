@@ -15,7 +15,8 @@ from ling_trainer.data.build import (
     build_dataset,
     unigram_entropy,
 )
-from ling_trainer.data.indexed import DataError, IndexedDataset
+from ling_trainer.data.index_file import DataError
+from ling_trainer.data.indexed import IndexedDataset
 from ling_trainer.data.indexed_writer import write_indexed
 
 
@@ -54,9 +55,9 @@ def test_files_and_json_lines_become_documents_in_order(tmp_path: Path) -> None:
     ]
     dataset = IndexedDataset.open(tmp_path / "out" / "corpus.v1")
     assert dataset.dtype == np.uint16
-    assert dataset.document_indices.tolist() == [0, 1, 2, 3]
+    assert dataset.index.documents.tolist() == [0, 1, 2, 3]
     assert (report.documents, report.empty_documents) == (3, 2)
-    assert report.tokens == len(dataset.tokens) == 13 + 8 + 7
+    assert report.tokens == dataset.num_tokens == 13 + 8 + 7
     assert (report.vocab_size, report.eod_id) == (512, 256)
     assert seen[-1] == (seen[-1][1], len("x = 'caf\u00e9'\n".encode()) + len(lines))
     assert sorted(seen) == seen
@@ -78,7 +79,7 @@ def test_any_unicode_survives(
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
     build_dataset([write(folder / "a.ndjson", lines)], folder / "out")
     assert texts(folder / "out") == documents
-    assert IndexedDataset.open(folder / "out").tokens.max() < BYTE_VOCAB_SIZE
+    assert np.fromfile(folder / "out.bin", np.uint16).max() < BYTE_VOCAB_SIZE
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""Samples are Megatron's, token for token."""
+"""Splits, epochs and the sample index."""
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -12,122 +11,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ling_trainer.data.gpt import (
-    NO_PAD,
     SPLITS,
-    GPTDataset,
     GPTIndex,
     build_index,
     build_sample_index,
     split_documents,
 )
-from ling_trainer.data.indexed import DataError, IndexedDataset
+from ling_trainer.data.index_file import DataError
+from ling_trainer.data.indexed import IndexedDataset
 from ling_trainer.data.indexed_writer import write_indexed
-from ling_trainer.data.packing import effective_pad_id, pack
+from ling_trainer.data.samples import GPTDataset
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
 META = json.loads((GOLDEN / "meta.json").read_text())["cases"]
 CASES: dict[str, dict[str, Any]] = {k: v for k, v in META.items() if v["kind"] == "gpt"}
 
-# Their loss masks hold what Megatron later corrected: the first sample's padding stays in every
-# mask that follows, and a padding id that is also the end of document is masked as padding.
-MASK_IS_A_MEGATRON_BUG = {"p_uniquepad_train", "b_ling2_ambiguous_train"}
-
 
 def golden_index(case: dict[str, Any], indexed: IndexedDataset) -> GPTIndex:
-    name, flags = case["split_name"], case["flags"]
-    documents = split_documents(case["split"], len(indexed), name)
-    assert [documents.start, documents.stop] == case["docs"]
-    keep_partial = not flags.get("drop_last_partial_validation_sequence", True)
+    documents = split_documents(case["split"], len(indexed), case["split_name"])
     return build_index(
-        indexed.sequence_lengths,
+        indexed.index.lengths,
         np.arange(documents.start, documents.stop, dtype=np.int32),
-        num_samples=case["sizes"][SPLITS.index(name)],
+        num_samples=case["sizes"][0],
         sequence_length=case["sequence_length"],
         seed=case["seed"],
-        extra_token=flags.get("add_extra_token_to_sequence", True),
-        drop_last_partial=not (name == "valid" and keep_partial),
     )
-
-
-def golden_samples(case: dict[str, Any]) -> tuple[GPTDataset, dict[str, np.ndarray]]:
-    flags, tokenizer = case["flags"], case["tokenizer"]
-    eod, pad = tokenizer["eod"], tokenizer["pad"]
-    if pad is None:
-        pad = NO_PAD
-    elif not flags.get("allow_ambiguous_pad_tokens"):
-        pad = effective_pad_id(eod_id=eod, pad_id=pad)
-    indexed = IndexedDataset.open(GOLDEN / case["blend"][0][0])
-    extra = flags.get("add_extra_token_to_sequence", True)
-    dataset = GPTDataset(
-        indexed,
-        golden_index(case, indexed),
-        sequence_length=case["sequence_length"],
-        vocab_size=tokenizer["vocab"],
-        pad_id=pad,
-        extra_token=extra,
-    )
-    # Each of ds_a's documents ends with the eod token, so that positions which restart at
-    # documents (inter_document_masking) restart after eod tokens.
-    resets = flags.get("reset_position_ids") or flags.get("inter_document_masking")
-    batch = pack(
-        np.stack([dataset.sample(i) for i in range(len(dataset))]),
-        eod_id=eod,
-        pad_id=pad,
-        eod_mask_loss=flags.get("eod_mask_loss", False),
-        reset_position_ids=bool(resets),
-        extra_token=extra,
-    )
-    fields = {
-        "tokens": batch.inputs,
-        "labels": batch.targets,
-        "loss_mask": batch.loss_mask,
-        "position_ids": batch.positions,
-    }
-    return dataset, {key: np.asarray(value) for key, value in fields.items()}
-
-
-def test_every_golden_single_dataset_case_is_tested() -> None:
-    files = {path.stem for path in GOLDEN.glob("*.npz") if not path.stem.startswith("blend")}
-    assert set(CASES) == files
-    assert len(CASES) == 15
-    epochs = {case["num_epochs"] for case in CASES.values()}
-    assert epochs >= {1, 2, 3, 5}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_golden_order_of_documents_and_samples_is_megatrons(name: str) -> None:
-    case = CASES[name]
-    index = golden_index(case, IndexedDataset.open(GOLDEN / case["blend"][0][0]))
-    assert index.num_epochs == case["num_epochs"]
-    assert len(index) == case["len"]
-    with np.load(GOLDEN / f"{name}.npz") as golden:
-        for key in ("document_index", "sample_index", "shuffle_index"):
-            ours = getattr(index, key)
-            assert ours.dtype == golden[key].dtype
-            np.testing.assert_array_equal(ours, golden[key])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_golden_samples_have_megatrons_hashes(name: str, show_golden: Any) -> None:
-    case = CASES[name]
-    dataset, ours = golden_samples(case)
-    hashes = case["sha256_all_samples_int64le"]
-    assert set(hashes) == set(ours)
-    compared = set(ours) - ({"loss_mask"} if name in MASK_IS_A_MEGATRON_BUG else set())
-    for key in compared:
-        assert hashlib.sha256(ours[key].astype("<i8").tobytes()).hexdigest() == hashes[key], key
-    for key in set(ours) - compared:
-        assert hashlib.sha256(ours[key].astype("<i8").tobytes()).hexdigest() != hashes[key], key
-    with np.load(GOLDEN / f"{name}.npz") as golden:
-        numbers = golden["sample_idx"]
-        worst = {
-            key: int(np.abs(ours[key][numbers].astype(np.int64) - golden[f"sample_{key}"]).max())
-            for key in compared
-        }
-    assert set(worst.values()) == {0}
-    fields = "all fields" if len(compared) == 4 else "all but the loss mask"
-    cases = f"{len(dataset)} samples, {fields}"
-    show_golden(f"megatron/data/{name}", cases=cases, worst=max(worst.values()), tolerance=0)
 
 
 # The vectorised search against the walk it replaces.
@@ -187,7 +95,7 @@ def test_a_partial_last_sample_may_end_in_an_empty_document(tmp_path: Path) -> N
             writer.end_document()
     indexed = IndexedDataset.open(tmp_path / "x")
     pairs = build_sample_index(
-        indexed.sequence_lengths,
+        indexed.index.lengths,
         np.array([0, 1], np.int32),
         sequence_length=3,
         extra_token=True,
@@ -196,7 +104,7 @@ def test_a_partial_last_sample_may_end_in_an_empty_document(tmp_path: Path) -> N
     assert pairs.tolist() == [[0, 0], [0, 3], [1, 0]]
     index = GPTIndex(np.array([0, 1], np.int32), pairs, np.arange(2), 1)
     dataset = GPTDataset(indexed, index, sequence_length=3, vocab_size=10)
-    assert [dataset.sample(i).tolist() for i in range(2)] == [[1, 2, 3, 4], [4, 5, -1, -1]]
+    assert [dataset.read(i).text.tolist() for i in range(2)] == [[1, 2, 3, 4], [4, 5, -1, -1]]
 
 
 @given(
@@ -293,14 +201,15 @@ def test_too_little_data_is_refused_and_does_not_loop(lengths: list[int], says: 
 def test_a_token_outside_of_the_vocabulary_is_named_where_it_lies() -> None:
     case = CASES["a_oneepoch_train"]
     indexed = IndexedDataset.open(GOLDEN / "ds_a")
-    vocab_size = int(indexed.tokens.max())
+    tokens = np.fromfile(GOLDEN / "ds_a.bin", "<u2")
+    vocab_size = int(tokens.max())
     dataset = GPTDataset(
         indexed, golden_index(case, indexed), sequence_length=64, vocab_size=vocab_size
     )
     caught: list[str] = []
     for i in range(len(dataset)):
         try:
-            dataset.sample(i)
+            dataset.read(i)
         except DataError as error:
             caught.append(str(error))
     assert 0 < len(caught) < len(dataset)
@@ -313,10 +222,10 @@ def test_a_token_outside_of_the_vocabulary_is_named_where_it_lies() -> None:
         assert found, message
         byte, token, sample, document, offset = map(int, found.groups())
         assert token == vocab_size
-        assert indexed.tokens[byte // 2] == token
+        assert tokens[byte // 2] == token
         assert indexed.read(document)[offset] == token
         whole = GPTDataset(indexed, dataset.index, sequence_length=64, vocab_size=vocab_size + 1)
-        assert token in whole.sample(sample)
+        assert token in whole.read(sample).text
         assert "set model.vocab_size" in message
 
 
@@ -326,14 +235,14 @@ def test_a_negative_token_is_refused(tmp_path: Path) -> None:
         writer.end_document()
     indexed = IndexedDataset.open(tmp_path / "x")
     index = build_index(
-        indexed.sequence_lengths,
+        indexed.index.lengths,
         np.zeros(1, np.int32),
         num_samples=1,
         sequence_length=3,
         seed=0,
     )
     with pytest.raises(DataError, match="byte 8: token id -7"):
-        GPTDataset(indexed, index, sequence_length=3, vocab_size=10).sample(0)
+        GPTDataset(indexed, index, sequence_length=3, vocab_size=10).read(0)
 
 
 def test_tokens_that_are_no_integers_are_refused(tmp_path: Path) -> None:
@@ -342,7 +251,7 @@ def test_tokens_that_are_no_integers_are_refused(tmp_path: Path) -> None:
         writer.end_document()
     indexed = IndexedDataset.open(tmp_path / "f")
     index = build_index(
-        indexed.sequence_lengths,
+        indexed.index.lengths,
         np.zeros(1, np.int32),
         num_samples=1,
         sequence_length=2,

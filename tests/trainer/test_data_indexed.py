@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ling_trainer.data.indexed import DTYPES, DataError, IndexedDataset, optimal_dtype
+from ling_trainer.data.index_file import DTYPES, DataError, optimal_dtype
+from ling_trainer.data.indexed import IndexedDataset
 from ling_trainer.data.indexed_writer import write_indexed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
@@ -40,15 +41,15 @@ def test_golden_index_files_are_read_as_megatron_reads_them(name: str, show_gold
     dataset = IndexedDataset.open(GOLDEN / name)
     assert len(dataset) == facts["sequences"]
     assert dataset.dtype == np.dtype(facts["dtype"])
-    assert len(dataset.tokens) == facts["tokens"]
-    assert len(dataset.document_indices) == facts["documents_plus_1"]
+    assert dataset.num_tokens == facts["tokens"]
+    assert len(dataset.index.documents) == facts["documents_plus_1"]
     for key, array in (
-        ("first_lengths", dataset.sequence_lengths),
-        ("first_pointers", dataset.sequence_pointers),
-        ("first_document_indices", dataset.document_indices),
+        ("first_lengths", dataset.index.lengths),
+        ("first_pointers", dataset.index.pointers),
+        ("first_document_indices", dataset.index.documents),
     ):
         assert array[: len(facts[key])].tolist() == facts[key]
-    modes = dataset.sequence_modes
+    modes = dataset.index.modes
     assert (None if modes is None else modes.tolist()) == facts["modes"]
     cases = f"{len(dataset)} sequences"
     show_golden(f"megatron/data/{name}.idx", cases=cases, worst=0, tolerance=0)
@@ -57,9 +58,9 @@ def test_golden_index_files_are_read_as_megatron_reads_them(name: str, show_gold
 @pytest.mark.parametrize("name", FACTS)
 def test_golden_files_are_written_byte_for_byte(name: str, tmp_path: Path) -> None:
     source = IndexedDataset.open(GOLDEN / name)
-    modes = source.sequence_modes
+    modes = source.index.modes
     with write_indexed(tmp_path / name, source.dtype, multimodal=modes is not None) as writer:
-        ends = source.document_indices[1:].tolist()
+        ends = source.index.documents[1:].tolist()
         for sequence in range(len(source)):
             mode = 0 if modes is None else int(modes[sequence])
             writer.add_sequence(source.read(sequence), mode=mode)
@@ -80,7 +81,7 @@ def test_each_dtype_survives_a_round_trip(dtype: np.dtype, tmp_path: Path) -> No
         writer.end_document()
     dataset = IndexedDataset.open(tmp_path / "x.y")
     assert dataset.dtype == dtype
-    assert dataset.document_indices.tolist() == [0, 3]
+    assert dataset.index.documents.tolist() == [0, 3]
     for i, sequence in enumerate(sequences):
         np.testing.assert_array_equal(dataset.read(i), sequence)
 
@@ -90,7 +91,7 @@ def test_a_dataset_without_sequences_is_valid(tmp_path: Path) -> None:
         pass
     dataset = IndexedDataset.open(tmp_path / "empty")
     assert len(dataset) == 0
-    assert len(dataset.tokens) == 0
+    assert dataset.num_tokens == 0
 
 
 def test_a_read_never_leaves_its_sequence() -> None:
@@ -98,7 +99,8 @@ def test_a_read_never_leaves_its_sequence() -> None:
     assert len(dataset.read(3, offset=2, length=99)) == 3
     assert len(dataset.read(3, offset=99)) == 0
     assert len(dataset.read(1)) == 0
-    np.testing.assert_array_equal(dataset.read(3, offset=1, length=2), dataset.tokens[6:8])
+    tokens = np.fromfile(GOLDEN / "ds_m.bin", "<u2")
+    np.testing.assert_array_equal(dataset.read(3, offset=1, length=2), tokens[6:8])
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_an_index_cut_at_any_byte_is_refused_at_that_byte(tmp_path: Path) -> Non
     for size in range(len(whole)):
         index.write_bytes(whole[:size])
         if size == len(whole) - 6:  # without any modes it is a whole file of another kind
-            assert IndexedDataset.open(prefix).sequence_modes is None
+            assert IndexedDataset.open(prefix).index.modes is None
             continue
         with pytest.raises(DataError, match=rf"ds_m\.idx, byte {size}: .*; .*(copy|rebuild)"):
             IndexedDataset.open(prefix)
@@ -233,7 +235,7 @@ def test_a_second_build_replaces_the_first(tmp_path: Path) -> None:
     with write_indexed(prefix, np.int32) as writer:
         writer.add_sequence([70000])
         writer.end_document()
-    assert IndexedDataset.open(prefix).tokens.tolist() == [70000]
+    assert IndexedDataset.open(prefix).read(0).tolist() == [70000]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ds_m.bin", "ds_m.idx"]
 
 

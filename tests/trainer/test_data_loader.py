@@ -8,15 +8,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from ling_trainer.batch import split_microbatches
 from ling_trainer.config import DataConfig
-from ling_trainer.data.indexed import DataError
+from ling_trainer.data.index_file import DataError
 from ling_trainer.data.loader import Loader, process_rows, sample_numbers
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.packing import PackedBatch
+from ling_trainer.data.samples import Sample
 from ling_trainer.data.source import SampleSource, open_source
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
@@ -221,26 +221,32 @@ class CountingSource:
         self.waits_at = waits_at
         self.waiting = threading.Event()
         self.go_on = threading.Event()
-        self.read = threading.Condition()
+        self.has_read = threading.Condition()
 
-    def sample(self, i: int) -> npt.NDArray[np.int64]:
+    @property
+    def content(self) -> tuple[str, ...]:
+        return ()
+
+    def read(self, i: int) -> Sample:
         if i == self.fails_at:
             raise DataError(f"sample {i} is bad")
         if i == self.waits_at:
             self.waiting.set()
             assert self.go_on.wait(30)
-        with self.read:
+        with self.has_read:
             self.reads += 1
-            self.read.notify_all()
-        return np.full(DATA.max_target_length + 1, i, np.int64)
+            self.has_read.notify_all()
+        none = np.empty(0, np.int64)
+        text = np.full(DATA.max_target_length + 1, i, np.int64)
+        return Sample(text, documents=none, offsets=none, lengths=none)
 
 
 def test_no_more_batches_are_read_ahead_than_asked_for() -> None:
     source = CountingSource(waits_at=3 * BATCH)
     data = DATA.model_copy(update={"prefetch": 3})
     with open_loader(source=source, data=data) as loader:
-        with source.read:
-            assert source.read.wait_for(lambda: source.reads == 3 * BATCH, 30)
+        with source.has_read:
+            assert source.has_read.wait_for(lambda: source.reads == 3 * BATCH, 30)
         assert not source.waiting.wait(0.2)  # the fourth is not begun
         next(loader)
         assert source.waiting.wait(30)  # now it is
@@ -266,8 +272,8 @@ def test_a_loader_ends_after_the_last_step_and_stays_ended() -> None:
 def test_closing_stops_a_thread_that_waits_for_room_and_can_be_repeated() -> None:
     source = CountingSource()
     loader = open_loader(source=source)
-    with source.read:
-        assert source.read.wait_for(lambda: source.reads == DATA.prefetch * BATCH, 30)
+    with source.has_read:
+        assert source.has_read.wait_for(lambda: source.reads == DATA.prefetch * BATCH, 30)
     loader.close()
     loader.close()
     assert source.reads == DATA.prefetch * BATCH

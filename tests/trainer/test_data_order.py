@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ling_trainer.config import DataConfig
-from ling_trainer.data.indexed import DataError
+from ling_trainer.data.index_file import DataError
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.source import open_source
 
@@ -31,7 +31,7 @@ def config(**settings: object) -> DataConfig:
 
 def texts(order: SampleOrder, numbers: range, **settings: object) -> np.ndarray:
     source = open_source(config(**settings), vocab_size=1000, order=order)
-    return np.stack([source.sample(i) for i in numbers])
+    return np.stack([source.read(i).text for i in numbers])
 
 
 @given(sizes=SIZES)
@@ -98,7 +98,7 @@ def test_a_bad_token_is_named_with_its_number_in_the_run() -> None:
     messages = []
     for i in range(5, 105):
         try:
-            source.sample(i)
+            source.read(i)
         except DataError as error:
             messages.append((i, str(error)))
     assert messages
@@ -126,9 +126,9 @@ def test_the_same_seed_and_number_give_the_same_synthetic_text() -> None:
         data = config(**settings, data_shuffle_seed=seed, max_target_length=256)
         return open_source(data, vocab_size=100, order=SampleOrder((size,)))
 
-    text = np.stack([source(1, 9).sample(i) for i in range(9)])
-    np.testing.assert_array_equal(np.stack([source(1, 20).sample(i) for i in range(9)]), text)
-    assert (np.stack([source(2, 9).sample(i) for i in range(9)]) != text).any(axis=1).all()
+    text = np.stack([source(1, 9).read(i).text for i in range(9)])
+    np.testing.assert_array_equal(np.stack([source(1, 20).read(i).text for i in range(9)]), text)
+    assert (np.stack([source(2, 9).read(i).text for i in range(9)]) != text).any(axis=1).all()
     assert len({row.tobytes() for row in text}) == 9
     assert text.shape == (9, 257)
     assert text.min() >= 0

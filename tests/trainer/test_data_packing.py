@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ling_trainer.data.gpt import NO_PAD
 from ling_trainer.data.packing import PackedBatch, effective_pad_id, pack
+from ling_trainer.data.samples import NO_PAD
 
 EOD, PAD = 9, 8
 
@@ -82,7 +82,7 @@ def test_without_the_extra_token_the_last_position_has_no_target() -> None:
 def test_every_row_is_packed_as_if_it_were_alone(
     text: np.ndarray, eod_mask_loss: bool, reset: bool
 ) -> None:
-    settings = {"eod_mask_loss": eod_mask_loss, "reset_position_ids": reset}
+    settings: Any = {"eod_mask_loss": eod_mask_loss, "reset_position_ids": reset}
     together = pack(text, eod_id=EOD, pad_id=PAD, **settings)
     for row in range(len(text)):
         alone = packed(text[row].tolist(), **settings)

@@ -199,7 +199,7 @@ def _presets(options: argparse.Namespace) -> int:
 
 def _build(options: argparse.Namespace) -> int:
     from ling_trainer.data.build import build_dataset
-    from ling_trainer.data.indexed import DataError
+    from ling_trainer.data.index_file import DataError
 
     try:
         report = build_dataset(

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from ling_trainer.checkpoint import Checkpoints, checkpoint_directory, newest_checkpoint
 from ling_trainer.config import RunConfig
 from ling_trainer.console import set_up_logging
-from ling_trainer.data.indexed import DataError
+from ling_trainer.data.index_file import DataError
 from ling_trainer.data.loader import Loader
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.source import open_source

@@ -197,7 +197,7 @@ def _step(
         config=config.model,
         loss_groups=config.loss.loss_groups,
         mtp_roll=config.loss.mtp_roll,
-        reset_attention_mask=config.data.reset_attention_mask,
+        reset_attention_mask=config.data.attention_resets,
     )
     new_state, report = train_step(
         state, batch, apply=apply, logits=ling2.logits, tx=tx, config=config, poison=poison

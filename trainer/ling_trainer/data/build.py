@@ -8,14 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ling_trainer.data.indexed import (
-    DataError,
-    IndexedDataset,
-    bad_byte,
-    bin_path,
-    index_path,
-    optimal_dtype,
-)
+from ling_trainer.data.index_file import DataError, bad_byte, optimal_dtype
+from ling_trainer.data.indexed import IndexedDataset
 from ling_trainer.data.indexed_writer import write_indexed
 
 type Progress = Callable[[int, int], None]
@@ -111,18 +105,19 @@ def unigram_entropy(prefix: str | os.PathLike[str]) -> float:
     """
     indexed = IndexedDataset.open(prefix)
     counts = np.zeros(1, np.int64)
-    for start in range(0, len(indexed.tokens), _CHUNK_TOKENS):
-        chunk = indexed.tokens[start : start + _CHUNK_TOKENS]
+    for start in range(0, indexed.num_tokens, _CHUNK_TOKENS):
+        stop = min(start + _CHUNK_TOKENS, indexed.num_tokens)
+        chunk = indexed.reader.read([range(start, stop)])[0]
         if chunk.min() < 0:
             byte = (start + int((chunk < 0).argmax())) * indexed.dtype.itemsize
             raise bad_byte(
-                bin_path(indexed.prefix), byte, "negative token id", "rebuild the dataset"
+                f"{indexed.prefix}.bin", byte, "negative token id", "rebuild the dataset"
             )
         found = np.bincount(chunk, minlength=len(counts))
         found[: len(counts)] += counts
         counts = found
     if not counts.any():
-        raise DataError(f"{index_path(indexed.prefix)}: no tokens; rebuild the dataset")
+        raise DataError(f"{indexed.prefix}.idx: no tokens; rebuild the dataset")
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
 

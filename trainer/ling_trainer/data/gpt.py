@@ -16,20 +16,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ling_trainer.data.indexed import (
-    DataError,
-    IndexedDataset,
-    Tokens,
-    bin_path,
-    index_path,
-)
-
 type SplitName = Literal["train", "valid", "test"]
 type Ints = npt.NDArray[np.integer[Any]]
 
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
-NO_PAD = -1
-"""Padding where no token id means padding."""
 _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_MAX = np.iinfo(np.uint32).max
 _SEPARATE_BELOW = 0.80
@@ -211,74 +201,3 @@ def _shuffle_index(first: int, total: int, *, random: np.random.RandomState) -> 
     for part in parts:
         random.shuffle(part)
     return np.concatenate(parts)
-
-
-@dataclass(frozen=True, eq=False)
-class GPTDataset:
-    """Samples of an indexed dataset in Megatron's order.
-
-    Attributes:
-      indexed: the tokens.
-      index: their order.
-      sequence_length: L.
-      vocab_size: every token id must be in [0, vocab_size).
-      pad_id: fills a last sample that is too short.
-      extra_token: x.
-      first_sample: the number of sample 0 in the whole run; for messages.
-    """
-
-    indexed: IndexedDataset
-    index: GPTIndex
-    sequence_length: int
-    vocab_size: int
-    pad_id: int = NO_PAD
-    extra_token: bool = True
-    first_sample: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse tokens that are no integers."""
-        if self.indexed.dtype.kind not in "iu":
-            raise DataError(
-                f"{index_path(self.indexed.prefix)}, byte 17: the tokens are "
-                f"{self.indexed.dtype.name}; language-model data must be integers"
-            )
-
-    def __len__(self) -> int:
-        """Count the samples."""
-        return len(self.index)
-
-    def sample(self, i: int) -> npt.NDArray[np.int64]:
-        """Read sample i, 0 <= i < len(self).
-
-        Returns:
-          int64 [L + x], the text; a too short one is filled with pad_id.
-
-        Raises:
-          DataError: a token id is outside of the vocabulary.
-        """
-        row = int(self.index.shuffle_index[i])
-        (begin, begin_offset), (end, end_offset) = self.index.sample_index[row : row + 2].tolist()
-        extra = int(self.extra_token)
-        text = np.full(self.sequence_length + extra, self.pad_id, np.int64)
-        filled = 0
-        for position in range(begin, end + 1):
-            sequence = int(self.index.document_index[position])
-            offset = begin_offset if position == begin else 0
-            length = end_offset + extra - offset if position == end else None
-            part = self.indexed.read(sequence, offset=offset, length=length)
-            self._check(part, sample=self.first_sample + i, sequence=sequence, offset=offset)
-            text[filled : filled + len(part)] = part
-            filled += len(part)
-        return text
-
-    def _check(self, part: Tokens, *, sample: int, sequence: int, offset: int) -> None:
-        if not len(part) or (part.min() >= 0 and part.max() < self.vocab_size):
-            return
-        k = int(((part < 0) | (part >= self.vocab_size)).argmax())
-        byte = int(self.indexed.sequence_pointers[sequence])
-        byte += (offset + k) * self.indexed.dtype.itemsize
-        raise DataError(
-            f"{bin_path(self.indexed.prefix)}, byte {byte}: token id {part[k]} (sample {sample}, "
-            f"document {sequence}, offset {offset + k}) is not in [0, {self.vocab_size}); set "
-            "model.vocab_size to the tokenizer's, or rebuild the dataset"
-        )

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ling_trainer.data.indexed import DTYPES, HEADER, MAGIC, VERSION, bin_path, index_path
+from ling_trainer.data.index_file import DTYPES, HEADER, MAGIC, VERSION, bin_path, index_path
 
 _BUFFER_BYTES = 1 << 20
 _INT32_MAX = np.iinfo(np.int32).max

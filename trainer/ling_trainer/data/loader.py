@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ling_trainer.config import DataConfig
-from ling_trainer.data.packing import PackedBatch, effective_pad_id, pack
+from ling_trainer.data.packing import PackedBatch, pack_samples
 from ling_trainer.data.source import SampleSource
 
 
@@ -115,14 +115,7 @@ class Loader:
             global_batch_size=self._global_batch_size,
             num_microbatches=self._num_microbatches,
         )
-        text = np.stack([self._source.sample(int(number)) for number in numbers])
-        return pack(
-            text,
-            eod_id=self._data.eod_id,
-            pad_id=effective_pad_id(eod_id=self._data.eod_id, pad_id=self._data.pad_id),
-            eod_mask_loss=self._data.eod_mask_loss,
-            reset_position_ids=self._data.reset_position_ids,
-        )
+        return pack_samples([self._source.read(number) for number in numbers.tolist()], self._data)
 
     def __iter__(self) -> Self:
         return self

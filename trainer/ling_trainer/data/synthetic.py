@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+
+from ling_trainer.data.samples import Sample
 
 _END_PROBABILITY = 1 / 128
 
@@ -22,6 +23,7 @@ class SyntheticDataset:
       vocab_size: V; ids are in [0, V).
       eod_id: token that ends a document.
       pad_id: the padding token.
+      extra_token: whether a sample has S + 1 tokens, not S.
     """
 
     seed: int
@@ -29,15 +31,21 @@ class SyntheticDataset:
     vocab_size: int
     eod_id: int
     pad_id: int
+    extra_token: bool = True
 
-    def sample(self, i: int) -> npt.NDArray[np.int64]:
-        """Make sample i, i >= 0.
+    @property
+    def content(self) -> tuple[str, ...]:
+        """Nothing: the seed and the number are all there is."""
+        return ()
 
-        Returns:
-          int64 [S + 1].
-        """
+    def read(self, i: int) -> Sample:
+        """Make sample i, i >= 0."""
         random = np.random.default_rng([self.seed, i])
-        uniform = random.random(self.sequence_length + 1)
+        size = self.sequence_length + int(self.extra_token)
+        uniform = random.random(size)
         ids = (self.vocab_size * uniform**3).astype(np.int64)
-        ends = random.random(self.sequence_length + 1) < _END_PROBABILITY
-        return np.where(ends | (ids == self.pad_id), self.eod_id, ids)
+        ends = random.random(size) < _END_PROBABILITY
+        text = np.where(ends | (ids == self.pad_id), self.eod_id, ids)
+        bounds = np.unique(np.append(np.flatnonzero(text == self.eod_id) + 1, (0, size)))
+        none = np.empty(0, np.int64)
+        return Sample(text, documents=none, offsets=none, lengths=np.diff(bounds))
