@@ -16,6 +16,7 @@ from ling_operator.api import (
     ConditionType,
     Reason,
     Stop,
+    TrainingProgress,
     TrainingRunStatus,
 )
 from ling_operator.conditions import Truth, find, holds
@@ -32,6 +33,8 @@ from ling_operator.progress import (
     observe_end,
     own_jobset,
 )
+from ling_operator.runnable import target_steps
+from ling_operator.settle import settle
 from ling_operator.views import JobSetView, Owner
 from ling_trainer.schema import ConfigError
 
@@ -39,8 +42,6 @@ OVERRIDE_PAUSE = timedelta(seconds=60)
 """A stop that somebody undoes is done again at most this often."""
 WAIT = timedelta(seconds=5)
 """Look again at what no watch tells."""
-STEADY_WRITE = timedelta(seconds=10)
-"""Progress alone is written this often."""
 
 
 type Step = tuple[TrainingRunStatus, tuple[Action, ...]]
@@ -73,7 +74,7 @@ def reconcile(observed: Observed) -> Plan:
         }
     )
     return Plan(
-        status=_settle(observed, status),
+        status=settle(observed, status),
         actions=actions,
         events=events_of(status, observed.now),
         requeue_after=_look_again(observed, status),
@@ -119,7 +120,12 @@ def _adopt(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
     if attempts:
         last = attempts[-1].model_copy(update={"job_set_uid": jobset.uid})
         attempts = (*attempts[:-1], last)
-    status = status.model_copy(update={"job_set_uid": jobset.uid, "attempts": attempts})
+    update: dict[str, object] = {
+        "job_set_uid": jobset.uid,
+        "attempts": attempts,
+        "training": TrainingProgress(target_steps=target_steps(observed.run)),
+    }
+    status = status.model_copy(update=update)
     return mark(
         observed,
         status,
@@ -254,40 +260,6 @@ def _suspended(
 ) -> TrainingRunStatus:
     kind = ConditionType.SUSPENDED
     return mark(observed, status, kind, truth, reason=reason, message=message)
-
-
-def _settle(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
-    """Return what to write: everything at once that a decision rests on, progress every 10 s."""
-    old = observed.run.status
-    if status == old or _without_progress(status) != _without_progress(old):
-        return status
-    written = old.health.sample_time
-    due = written is None or observed.now - written >= STEADY_WRITE
-    return status if due else old
-
-
-def _without_progress(status: TrainingRunStatus) -> TrainingRunStatus:
-    """Return the status less what moves with every step while nothing is wrong."""
-    moving: dict[str, object] = {
-        "sample_time": None,
-        "progress_time": None,
-        "step": 0,
-        "highest_step": 0,
-        "last_finite_step": 0,
-    }
-    return status.model_copy(
-        update={
-            "training": status.training.model_copy(
-                update={"step": 0, "loss": None, "tokens_per_second": None}
-            ),
-            "health": status.health.model_copy(update=moving),
-            "conditions": tuple(
-                c.model_copy(update={"message": "", "observed_generation": 0})
-                for c in status.conditions
-            ),
-            "attempts": tuple(a.model_copy(update={"last_step": None}) for a in status.attempts),
-        }
-    )
 
 
 def _look_again(observed: Observed, status: TrainingRunStatus) -> timedelta | None:

@@ -88,6 +88,16 @@ def metrics_port(run: TrainingRun) -> int:
     return resolve(run_settings(run)).metrics.metrics_port
 
 
+def target_steps(run: TrainingRun) -> int | None:
+    """Return the steps that the settings ask for; None where they are not ours to read."""
+    if not run.spec.run:
+        return None
+    try:
+        return resolve(run_settings(run)).steps
+    except ConfigError:
+        return None
+
+
 def name_budget(*, slices: int, hosts: int) -> int:
     """Return the longest name whose pods' names fit 63 characters: 43 for up to 10 x 10.
 

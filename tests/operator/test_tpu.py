@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ling_operator.api import TpuSlice
@@ -110,6 +110,7 @@ def test_every_listed_topology_is_valid_and_its_hosts_hold_all_its_chips(generat
 
 
 @given(st.from_regex(r"[0-9]{1,3}x[0-9]{1,3}(x[0-9]{1,3})?", fullmatch=True))
+@settings(deadline=None)
 def test_any_topology_is_either_a_shape_or_a_message(topology: str) -> None:
     for generation in GENERATIONS:
         tpu = TpuSlice(accelerator=generation.label, topology=topology)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ling_operator.api import HealthPolicy, HealthState, NonFinitePolicy
@@ -154,6 +154,7 @@ SAMPLES = st.builds(
 
 
 @given(st.lists(SAMPLES, max_size=8))
+@settings(deadline=None)
 def test_folding_a_page_twice_is_folding_it_once(samples: list[HealthSample]) -> None:
     state = HealthState()
     for sample in samples:
@@ -165,6 +166,7 @@ def test_folding_a_page_twice_is_folding_it_once(samples: list[HealthSample]) ->
 
 
 @given(st.lists(SAMPLES, max_size=8))
+@settings(deadline=None)
 def test_pages_of_finite_steps_never_diverge(samples: list[HealthSample]) -> None:
     good = {"is_nan": False, "is_inf": False, "grad_is_nonfinite": False}
     state = HealthState()

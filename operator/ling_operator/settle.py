@@ -1,0 +1,46 @@
+"""When a status is worth a write: evidence at once, progress every ten seconds. Pure.
+
+What is not written is not lost: a trainer's counters are latched, and the next page has them.
+"""
+
+from datetime import timedelta
+
+from ling_operator.api import TrainingRunStatus
+from ling_operator.plan import Observed
+
+STEADY_WRITE = timedelta(seconds=10)
+"""Progress alone is written this often."""
+
+
+def settle(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
+    """Return the status to write; the one observed where nothing has to be written yet."""
+    old = observed.run.status
+    if status == old or _without_progress(status) != _without_progress(old):
+        return status
+    written = old.health.sample_time
+    due = written is None or observed.now - written >= STEADY_WRITE
+    return status if due else old
+
+
+def _without_progress(status: TrainingRunStatus) -> TrainingRunStatus:
+    """Return the status less what moves with every step while nothing is wrong."""
+    moving: dict[str, object] = {
+        "sample_time": None,
+        "progress_time": None,
+        "step": 0,
+        "highest_step": 0,
+        "last_finite_step": 0,
+    }
+    return status.model_copy(
+        update={
+            "training": status.training.model_copy(
+                update={"step": 0, "loss": None, "tokens_per_second": None}
+            ),
+            "health": status.health.model_copy(update=moving),
+            "conditions": tuple(
+                c.model_copy(update={"message": "", "observed_generation": 0})
+                for c in status.conditions
+            ),
+            "attempts": tuple(a.model_copy(update={"last_step": None}) for a in status.attempts),
+        }
+    )

@@ -1,0 +1,299 @@
+"""What holds in every history: a small cluster obeys the plans while everything else goes wrong.
+
+The cluster's rules are the real ones, in short: a JobSet makes pods unless it is suspended, a
+suspended or deleted one's pods leave in their own time, a foreground deletion ends after the last
+pod. The operator sees it late or not at all, its actions may fail, and people interfere.
+"""
+
+import itertools
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ling_operator.api import Phase, TrainingRun, TrainingRunStatus, dump
+from ling_operator.crd import build_crd
+from ling_operator.plan import CreateJobSet, DeleteJobSet, Observed, Plan, SetSuspend
+from ling_operator.reconcile import reconcile
+from ling_operator.verdict import HealthSample
+from ling_operator.views import JobSetView, PodView, Termination
+
+SCHEMA = build_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+EXIT_CODES = [0, 1, 2, 3, 42, 90, 134, 137, 143]
+STOPPED = {Phase.HALTED, Phase.FAILED, Phase.COMPLETE, Phase.CANCELLED}
+
+
+@dataclass
+class Cluster:
+    """The API server's objects, and the operator's last write."""
+
+    scene: Any
+    run: TrainingRun
+    seconds: float = 0.0
+    jobset: JobSetView | None = None
+    pods: list[PodView] = field(default_factory=list)
+    sample: HealthSample | None = None
+    made: int = 0
+    step: int = 0
+    bad_pages: int = 0
+    history: list[Plan] = field(default_factory=list)
+
+    def spec(self, **changes: Any) -> None:
+        spec = self.run.spec.model_copy(update=changes)
+        self.run = self.run.model_copy(update={"spec": spec})
+
+    def observe(self) -> Observed:
+        return Observed(
+            run=self.run,
+            jobset=self.jobset,
+            pods=tuple(self.pods),
+            sample=self.sample,
+            now=self.scene.at(self.seconds),
+        )
+
+    def run_pass(self, observed: Observed, *, act: bool = True) -> None:
+        """Do what the operator's worker does, on an observation that may be old."""
+        plan = reconcile(observed)
+        self.check(observed, plan)
+        if observed.run.status != self.run.status:
+            return  # the API server answers 409: its copy is newer
+        self.run = self.run.model_copy(update={"status": plan.status})
+        self.history.append(plan)
+        if act:
+            for action in plan.actions:
+                self.execute(action)
+
+    def execute(self, action: CreateJobSet | SetSuspend | DeleteJobSet) -> None:
+        if isinstance(action, CreateJobSet):
+            if self.jobset is not None:
+                return  # 409
+            self.made += 1
+            attempt = int(action.manifest["metadata"]["labels"]["ling.primatrix.io/attempt"])
+            self.jobset = self.scene.jobset(uid=f"js-{self.made}", attempt=attempt)
+        elif self.jobset is not None and self.jobset.uid == action.uid:
+            if isinstance(action, DeleteJobSet):
+                self.jobset = replace(self.jobset, deleting=True)
+            else:
+                self.jobset = replace(self.jobset, suspended=action.suspend)
+
+    def advance(self) -> None:
+        """Let the JobSet controller, the kubelets and the trainers do a little."""
+        self.seconds += 3
+        jobset = self.jobset
+        if jobset is None or jobset.suspended or jobset.deleting or jobset.terminal:
+            self.pods = [self._leave(pod) for pod in self.pods]
+        if jobset is not None and jobset.deleting and not any(p.live for p in self.pods):
+            self.jobset, self.pods = None, []
+        elif jobset is not None and not (jobset.suspended or jobset.terminal or jobset.deleting):
+            self._make_pods(jobset)
+        self.step += 1
+
+    def _leave(self, pod: PodView) -> PodView:
+        if not pod.live:
+            return pod
+        if not pod.deleting:
+            return replace(pod, deleting=True)
+        return replace(pod, gone=True, exit_code=143, phase="Failed", ready=False)
+
+    def _make_pods(self, jobset: JobSetView) -> None:
+        if any(p.live for p in self.pods):
+            return
+        failed = [p for p in self.pods if p.job_set_uid == jobset.uid and p.phase == "Failed"]
+        restarts = jobset.restarts + int(bool(failed))
+        self.jobset = replace(jobset, restarts=restarts)
+        kept = [replace(p, gone=True) for p in self.pods]
+        new = {"job_set_uid": jobset.uid, "attempt": jobset.attempt, "restart_attempt": restarts}
+        fresh = [self.scene.pod(i, uid=f"pod-{i}-{self.made}-{restarts}", **new) for i in range(2)]
+        self.pods = kept + fresh
+
+    def page(self, *, bad: bool) -> None:
+        zero = [p for p in self.pods if p.live and p.completion_index == 0]
+        if not zero:
+            return
+        self.bad_pages += bad
+        make = self.scene.nan_sample if bad else self.scene.sample
+        uid = zero[-1].uid
+        self.sample = make(self.step + 1, self.seconds, pod_uid=uid, page_pod_uid=uid)
+
+    def exit(self, index: int, code: int) -> None:
+        words = Termination(reason="NonFiniteLoss", step=self.step) if code == 90 else None
+        for i, pod in enumerate(self.pods):
+            if pod.live and pod.completion_index == index:
+                phase = "Failed" if code else "Succeeded"
+                ended = {"phase": phase, "ready": False, "exit_code": code, "termination": words}
+                self.pods[i] = replace(pod, **ended)
+
+    def check(self, observed: Observed, plan: Plan) -> None:
+        before, after = observed.run.status, plan.status
+        live = {pod.attempt for pod in self.pods if pod.live}
+        assert len(live) <= 1, "two attempts' pods live at once"
+        assert len(plan.actions) <= 1
+        again = reconcile(replace(observed, run=observed.run.model_copy(update={"status": after})))
+        assert again.status == after, "a second pass changes the status again"
+        raised = observed.run.spec.attempt > before.attempt
+        if before.phase in STOPPED and not raised:
+            assert after.phase in STOPPED, f"{before.phase} became {after.phase}"
+            assert not any(isinstance(a, CreateJobSet | DeleteJobSet) for a in plan.actions)
+            assert not any(isinstance(a, SetSuspend) and not a.suspend for a in plan.actions)
+        if before.phase == Phase.HALTED and not raised:
+            assert after.phase == Phase.HALTED
+            assert after.halt == before.halt
+        if any(isinstance(a, CreateJobSet) for a in plan.actions):
+            assert observed.jobset is None
+            assert not any(pod.live for pod in observed.pods)
+        if after.phase == Phase.HALTED and before.phase != Phase.HALTED:
+            said = any(pod.exit_code == 90 for pod in observed.pods)
+            assert said or self.bad_pages, "a halt without evidence"
+        assert after.attempt >= before.attempt
+        stored = dump(after)
+        assert TrainingRunStatus.model_validate(stored) == after
+        fits(SCHEMA["properties"]["status"], stored, "status")
+
+
+def fits(schema: dict[str, Any], value: Any, path: str) -> None:
+    """Check a value against a structural schema as the API server would: pruning is an error."""
+    types: dict[str, type | tuple[type, ...]] = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+    }
+    assert isinstance(value, types[schema["type"]]), path
+    assert "enum" not in schema or value in schema["enum"], path
+    if isinstance(value, dict):
+        assert set(schema.get("required", ())) <= value.keys(), path
+        for key, child in value.items():
+            assert key in schema["properties"], f"{path}.{key} would be pruned"
+            fits(schema["properties"][key], child, f"{path}.{key}")
+    if isinstance(value, list):
+        for i, child in enumerate(value):
+            fits(schema["items"], child, f"{path}[{i}]")
+
+
+OPERATIONS = st.one_of(
+    st.just(("pass",)),
+    st.just(("pass",)),
+    st.just(("advance",)),
+    st.just(("advance",)),
+    st.tuples(st.just("page"), st.booleans()),
+    st.tuples(st.just("exit"), st.integers(0, 1), st.sampled_from(EXIT_CODES)),
+    st.just(("raise attempt",)),
+    st.just(("lower attempt",)),
+    st.tuples(st.just("suspend"), st.booleans()),
+    st.just(("delete jobset",)),
+    st.just(("delete jobset, leave its pods",)),
+    st.just(("un-suspend jobset",)),
+    st.tuples(st.just("jobset ends"), st.sampled_from(["Failed", "Completed"])),
+    st.just(("pass, but the act fails",)),
+    st.just(("pass on old news",)),
+    st.tuples(st.just("wait"), st.integers(1, 120)),
+)
+
+
+def play(cluster: Cluster, operation: tuple[Any, ...], old: Observed) -> None:
+    jobset = cluster.jobset
+    match operation:
+        case ("pass",):
+            cluster.run_pass(cluster.observe())
+        case ("pass, but the act fails",):
+            cluster.run_pass(cluster.observe(), act=False)
+        case ("pass on old news",):
+            cluster.run_pass(old)
+        case ("advance",):
+            cluster.advance()
+        case ("page", bad):
+            cluster.page(bad=bad)
+        case ("exit", index, code):
+            cluster.exit(index, code)
+        case ("raise attempt",):
+            cluster.spec(attempt=cluster.run.spec.attempt + 1)
+        case ("lower attempt",):
+            cluster.spec(attempt=max(cluster.run.spec.attempt - 1, 1))
+        case ("suspend", wanted):
+            cluster.spec(suspend=wanted)
+        case ("delete jobset",) if jobset is not None:
+            cluster.jobset = replace(jobset, deleting=True)
+        case ("delete jobset, leave its pods",):
+            cluster.jobset = None
+        case ("un-suspend jobset",) if jobset is not None:
+            cluster.jobset = replace(jobset, suspended=False)
+        case ("jobset ends", how) if jobset is not None:
+            cluster.jobset = replace(jobset, terminal=how)
+        case ("wait", seconds):
+            cluster.seconds += seconds
+        case _:
+            pass
+
+
+@given(st.lists(OPERATIONS, max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_no_history_breaks_a_promise(scene: Any, operations: list[tuple[Any, ...]]) -> None:
+    cluster = Cluster(scene, scene.run())
+    old = cluster.observe()
+    for i, operation in enumerate(operations):
+        if i % 4 == 0:
+            old = cluster.observe()
+        play(cluster, operation, old)
+
+
+@given(st.lists(OPERATIONS, max_size=30), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_left_alone_it_comes_to_rest_where_the_spec_asks(
+    scene: Any, operations: list[tuple[Any, ...]], suspend: bool
+) -> None:
+    cluster = Cluster(scene, scene.run())
+    for operation in operations:
+        play(cluster, operation, cluster.observe())
+    cluster.spec(attempt=cluster.run.status.attempt + 1, suspend=suspend)
+    for _ in range(12):
+        cluster.run_pass(cluster.observe())
+        cluster.advance()
+    cluster.run_pass(cluster.observe())
+    assert cluster.run.status.phase == (Phase.SUSPENDED if suspend else Phase.RUNNING)
+    assert any(pod.live for pod in cluster.pods) is not suspend
+    assert cluster.run_pass(cluster.observe()) is None
+    assert cluster.history[-1].actions == ()
+
+
+@given(st.lists(st.sampled_from(["good", "none"]), max_size=20))
+@settings(max_examples=50, deadline=None)
+def test_missing_pages_are_never_evidence(scene: Any, pages: list[str]) -> None:
+    cluster = Cluster(scene, scene.run())
+    for page in pages:
+        cluster.advance()
+        if page == "good":
+            cluster.page(bad=False)
+        cluster.seconds += 20
+        cluster.run_pass(cluster.observe())
+        assert cluster.run.status.phase in {Phase.PENDING, Phase.STARTING, Phase.RUNNING}
+        healthy = [c for c in cluster.run.status.conditions if c.type == "Healthy"]
+        assert all(c.status != "False" for c in healthy)
+
+
+@given(st.floats(0, 300))
+@settings(max_examples=50, deadline=None)
+def test_a_halt_that_is_undone_is_redone_at_most_once_a_minute(scene: Any, pause: float) -> None:
+    cluster = Cluster(scene, scene.run())
+    for _ in range(4):
+        cluster.run_pass(cluster.observe())
+        cluster.advance()
+    cluster.page(bad=True)
+    cluster.run_pass(cluster.observe())
+    cluster.run_pass(cluster.observe())
+    assert cluster.run.status.phase == Phase.HALTED
+    acts: list[timedelta] = []
+    for _ in range(20):
+        cluster.seconds += pause
+        assert cluster.jobset is not None
+        cluster.jobset = replace(cluster.jobset, suspended=False)
+        count = len(cluster.history)
+        cluster.run_pass(cluster.observe())
+        if any(plan.actions for plan in cluster.history[count:]):
+            acts.append(timedelta(seconds=cluster.seconds))
+    gaps = [b - a for a, b in itertools.pairwise(acts)]
+    assert acts
+    assert all(gap >= timedelta(seconds=60) for gap in gaps)

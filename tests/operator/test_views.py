@@ -1,0 +1,139 @@
+"""Views: what is read from raw objects, and what a broken one does not break."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ling_operator.jobset import build_jobset
+from ling_operator.views import (
+    Termination,
+    parse_termination,
+    view_jobset,
+    view_pod,
+    view_run,
+)
+from ling_trainer.schema import ConfigError
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+
+
+def raw_pod(**status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {
+            "name": "ling2-slice-job-1-2-abcde",
+            "uid": "pod-uid",
+            "labels": {
+                "ling.primatrix.io/run": "ling2",
+                "ling.primatrix.io/attempt": "3",
+                "jobset.sigs.k8s.io/jobset-uid": "js-1",
+                "jobset.sigs.k8s.io/job-index": "1",
+                "jobset.sigs.k8s.io/restart-attempt": "4",
+                "batch.kubernetes.io/job-completion-index": "2",
+            },
+            "annotations": {"ling.primatrix.io/metrics-port": "9464"},
+        },
+        "spec": {"nodeName": "node-7", "hostNetwork": True},
+        "status": {"phase": "Running", "podIP": "10.0.0.9", **status},
+    }
+
+
+def test_a_running_pod_is_read() -> None:
+    state = {"running": {"startedAt": "2026-11-30T09:00:00Z"}}
+    pod = view_pod(raw_pod(containerStatuses=[{"name": "jax-tpu", "state": state}]))
+    assert (pod.job_index, pod.completion_index, pod.restart_attempt, pod.attempt) == (1, 2, 4, 3)
+    assert (pod.ip, pod.host, pod.metrics_port, pod.host_network) == (
+        "10.0.0.9",
+        "node-7",
+        9464,
+        True,
+    )
+    assert pod.ready
+    assert pod.live
+    assert pod.exit_code is None
+
+
+def test_the_trainers_end_is_read_and_not_a_side_containers() -> None:
+    words = {"reason": "NonFiniteLoss", "step": "12", "lastFiniteStep": "11", "value": "nan"}
+    ended = {"terminated": {"exitCode": 90, "message": json.dumps(words)}}
+    pod = view_pod(
+        raw_pod(
+            phase="Failed",
+            containerStatuses=[
+                {"name": "logs", "state": {"terminated": {"exitCode": 0, "message": "bye"}}},
+                {"name": "jax-tpu", "state": ended},
+            ],
+        ),
+        gone=True,
+    )
+    assert (pod.exit_code, pod.live, pod.gone) == (90, False, True)
+    assert pod.termination == Termination(
+        reason="NonFiniteLoss", step=12, last_finite_step=11, value="nan"
+    )
+
+
+def test_a_pod_that_was_only_just_made_is_read() -> None:
+    pod = view_pod({"metadata": {"name": "p"}, "spec": {}})
+    assert (pod.phase, pod.ip, pod.exit_code, pod.live) == ("Pending", None, None, True)
+
+
+def test_a_jobset_is_read_back_as_it_was_built(scene: Any) -> None:
+    manifest = build_jobset(scene.run(), attempt=7, restore_before_step=None)
+    manifest["metadata"]["uid"] = "js-7"
+    view = view_jobset(manifest)
+    assert (view.name, view.uid, view.attempt) == ("ling2", "js-7", 7)
+    assert not view.suspended
+    assert view.terminal == ""
+    assert view.owner is not None
+    assert (view.owner.uid, view.owner.kind) == ("run-uid", "TrainingRun")
+
+
+def test_a_failed_jobset_says_why(scene: Any) -> None:
+    manifest = build_jobset(scene.run(), attempt=1, restore_before_step=None)
+    manifest["status"] = {
+        "restarts": 3,
+        "terminalState": "Failed",
+        "conditions": [
+            {"type": "Suspended", "status": "False"},
+            {"type": "Failed", "status": "True", "reason": "ReachedMaxRestarts", "message": "m"},
+        ],
+    }
+    view = view_jobset(manifest)
+    assert (view.terminal, view.failure_reason, view.failure, view.restarts) == (
+        "Failed",
+        "ReachedMaxRestarts",
+        "m",
+        3,
+    )
+
+
+@given(st.text() | JSON.map(json.dumps))
+@settings(deadline=None)
+def test_no_termination_message_breaks_the_reader(text: str) -> None:
+    words = parse_termination(text)
+    assert words is None or words.step is None or words.step >= 0
+
+
+def test_a_spec_that_cannot_be_read_still_has_its_status_and_its_pause(scene: Any) -> None:
+    manifest = scene.manifest(elastic={"min": 1}, suspend=True)
+    manifest["status"] = {"attempt": 4, "jobSetUID": "js-4", "phase": "Running"}
+    view = view_run(manifest)
+    assert view.spec_error is not None
+    assert "spec.elastic is not a field" in view.spec_error
+    assert (view.run.status.job_set_uid, view.run.spec.attempt) == ("js-4", 4)
+    assert view.run.spec.suspend is True
+
+
+def test_a_good_object_has_no_error(scene: Any) -> None:
+    assert view_run(scene.manifest()).spec_error is None
+
+
+def test_an_object_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"metadata\.name"):
+        view_run({"metadata": {}, "spec": {"image": "x"}})
