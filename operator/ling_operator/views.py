@@ -5,11 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from pydantic import ValidationError
+
 from ling_operator.api import (
     ATTEMPT_LABEL,
     METRICS_PORT_ANNOTATION,
     RUN_LABEL,
+    HealthPolicy,
     TrainingRun,
+    dump,
 )
 from ling_trainer.schema import ConfigError
 
@@ -137,11 +141,21 @@ def view_run(raw: Raw) -> RunView:
     try:
         return RunView(run=TrainingRun.parse(raw))
     except ConfigError as error:
-        status = _map(raw, "status")
-        spec: dict[str, Any] = {"image": "unreadable", "attempt": max(status.get("attempt", 1), 1)}
-        if _map(raw, "spec").get("suspend") is True:
-            spec["suspend"] = True
+        spec: dict[str, Any] = {
+            "image": "unreadable",
+            "attempt": max(_map(raw, "status").get("attempt", 1), 1),
+            "suspend": _map(raw, "spec").get("suspend") is True,
+            "health": _readable_health(_map(raw, "spec")),
+        }
         return RunView(run=TrainingRun.parse({**raw, "spec": spec}), spec_error=str(error))
+
+
+def _readable_health(spec: Raw) -> dict[str, Any]:
+    """Return what the user wants done about divergence, if at least that can be read."""
+    try:
+        return dump(HealthPolicy.model_validate(spec.get("health", {}), strict=True))
+    except ValidationError:
+        return {}
 
 
 def view_jobset(raw: Raw) -> JobSetView:

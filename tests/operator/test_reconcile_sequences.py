@@ -323,6 +323,15 @@ def test_a_complete_run_shows_its_last_step_and_stays_complete(scene: Any, story
     assert story.status.phase == "Complete"
 
 
+def test_a_stricter_policy_does_not_halt_what_has_ended(scene: Any) -> None:
+    story = Story(scene, health={"nonFinite": {"action": "Alert"}})
+    story.see(0, sample=scene.nan_sample(12))
+    story.see(5, jobset=scene.jobset(terminal="Completed"), pods=(scene.exited(0),))
+    story.edit(health={"nonFinite": {"action": "Halt"}})
+    story.see(90, jobset=None, pods=())
+    assert story.status.phase == "Complete"
+
+
 def test_a_run_shorter_than_a_scrape_is_complete_at_its_last_step(
     scene: Any, story: Story
 ) -> None:

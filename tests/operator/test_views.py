@@ -120,14 +120,22 @@ def test_no_termination_message_breaks_the_reader(text: str) -> None:
     assert words is None or words.step is None or words.step >= 0
 
 
-def test_a_spec_that_cannot_be_read_still_has_its_status_and_its_pause(scene: Any) -> None:
-    manifest = scene.manifest(elastic={"min": 1}, suspend=True)
+def test_a_spec_that_cannot_be_read_still_has_status_pause_and_policy(scene: Any) -> None:
+    policy = {"nonFinite": {"action": "Alert"}}
+    manifest = scene.manifest(elastic={"min": 1}, suspend=True, health=policy)
     manifest["status"] = {"attempt": 4, "jobSetUID": "js-4", "phase": "Running"}
     view = view_run(manifest)
     assert view.spec_error is not None
     assert "spec.elastic is not a field" in view.spec_error
     assert (view.run.status.job_set_uid, view.run.spec.attempt) == ("js-4", 4)
     assert view.run.spec.suspend is True
+    assert view.run.spec.health.non_finite.action == "Alert"
+
+
+def test_a_policy_that_cannot_be_read_is_the_default_one(scene: Any) -> None:
+    view = view_run(scene.manifest(health={"nonFinite": {"action": "Explode"}}))
+    assert view.spec_error is not None
+    assert view.run.spec.health.non_finite.action == "Halt"
 
 
 def test_a_good_object_has_no_error(scene: Any) -> None:
