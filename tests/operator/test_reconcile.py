@@ -420,6 +420,15 @@ ENDINGS = [
         {"Created": ("False", "JobSetDeleted")},
     ),
     Row(
+        "Its deletion has begun, which nobody can stop: its pods leave, and that is no restart.",
+        lambda s: world(
+            s, s.running(), jobset=s.jobset(deleting=True), pods=s.pods(deleting=True)
+        ),
+        "Cancelled",
+        (),
+        {"Created": ("False", "JobSetDeleted")},
+    ),
+    Row(
         "A new JobSet of the name, by somebody else, is not ours.",
         lambda s: s.observed(s.running(), jobset=s.jobset(uid="js-x", owner=foreign_owner())),
         "Cancelled",
