@@ -69,7 +69,7 @@ class Retention:
 
 def checkpoint_directory(base_output_directory: str, run_name: str) -> epath.Path:
     """Return where a run's checkpoints lie."""
-    return epath.Path(base_output_directory) / run_name / "checkpoints"
+    return epath.Path(base_output_directory).absolute() / run_name / "checkpoints"
 
 
 def committed_steps(directory: epath.Path) -> list[int]:
@@ -135,7 +135,13 @@ class Checkpoints:
             cleanup_tmp_directories=True,
         )
         try:
-            self._manager = ocp.CheckpointManager(directory, options=options)
+            handlers = {
+                _STATE: ocp.StandardCheckpointHandler(),
+                _RECORD: ocp.JsonCheckpointHandler(),
+            }
+            self._manager = ocp.CheckpointManager(
+                directory, options=options, item_handlers=handlers
+            )
         except (OSError, ValueError) as error:
             raise _failure(error, f"cannot open {directory}") from error
         self._committed = max(committed_steps(directory), default=0)

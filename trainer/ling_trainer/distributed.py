@@ -17,12 +17,13 @@ _ESTABLISHED = "01"
 
 
 def initialize(
-    group: Group, *, start_timeout: int, on_timeout: Callable[[Ending], object]
+    group: Group, *, bind_ip: str, start_timeout: int, on_timeout: Callable[[Ending], object]
 ) -> None:
     """Wait until every process of the group has arrived; call it before anything of JAX.
 
     Args:
       group: this process and its peers.
+      bind_ip: where process 0's coordination service listens; "" is all addresses.
       start_timeout: seconds.
       on_timeout: called in a thread when the group is not complete after start_timeout; it has to
         end the process, since JAX itself would abort it from C++ later on.
@@ -38,12 +39,14 @@ def initialize(
     timer = threading.Timer(start_timeout, lambda: on_timeout(_incomplete(group, start_timeout)))
     timer.daemon = True
     timer.start()
+    host = f"[{bind_ip}]" if ":" in bind_ip else bind_ip
     try:
         jax.distributed.initialize(
             coordinator_address=group.coordinator,
             num_processes=group.num_processes,
             process_id=group.process_id,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=f"{host}:{group.coordinator_port}" if host else None,
             initialization_timeout=start_timeout + _JAX_MARGIN_SECONDS,
         )
     except RuntimeError as error:

@@ -51,7 +51,8 @@ class Environment:
       attempt: LING_ATTEMPT; 0 outside of the operator.
       restore_before_step: LING_RESTORE_BEFORE_STEP: restore a checkpoint before this step.
       pod_uid: POD_UID.
-      metrics_address: where to serve metrics: POD_IP, else all addresses ("") in a cluster, else
+      pod_ip: POD_IP; process 0's coordination service listens there. "" is all addresses.
+      metrics_address: where to serve metrics: pod_ip, else all addresses ("") in a cluster, else
         loopback.
       container_index: LING_CONTAINER_INDEX, added to the metrics port.
       termination_log: LING_TERMINATION_LOG; None takes Kubernetes' own file.
@@ -64,6 +65,7 @@ class Environment:
     attempt: int
     restore_before_step: int | None
     pod_uid: str
+    pod_ip: str
     metrics_address: str
     container_index: int
     termination_log: Path | None
@@ -85,6 +87,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         attempt=_number(environ, "LING_ATTEMPT") if environ.get("LING_ATTEMPT") else 0,
         restore_before_step=_number(environ, "LING_RESTORE_BEFORE_STEP") if before else None,
         pod_uid=environ.get("POD_UID", ""),
+        pod_ip=environ.get("POD_IP", ""),
         metrics_address=environ.get("POD_IP") or ("" if in_cluster else "127.0.0.1"),
         container_index=(
             _number(environ, "LING_CONTAINER_INDEX") if environ.get("LING_CONTAINER_INDEX") else 0

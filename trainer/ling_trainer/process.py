@@ -18,14 +18,14 @@ from ling_trainer.console import set_up_logging
 from ling_trainer.data.index_file import DataError
 from ling_trainer.data.loader import Loader
 from ling_trainer.data.order import SampleOrder
-from ling_trainer.data.source import open_source
+from ling_trainer.data.source import SampleSource, open_source
 from ling_trainer.distributed import initialize
 from ling_trainer.ends import Ending, EndRun, ExitCode, leave, write_termination_message
 from ling_trainer.environment import Environment
 from ling_trainer.loop import Run, finished, train
 from ling_trainer.progress import resumed_at
 from ling_trainer.reporter import Reporter
-from ling_trainer.run_record import RunRecord, identity_of
+from ling_trainer.run_record import RunRecord, check_data_content, identity_of
 from ling_trainer.schema import ConfigError
 from ling_trainer.startup import Program, build_program
 from ling_trainer.step import TrainState
@@ -82,6 +82,7 @@ def _train(
         return finished(config.steps, resumed_at(found))
     initialize(
         environment.group,
+        bind_ip=environment.pod_ip,
         start_timeout=config.distributed.start_timeout,
         on_timeout=lambda ending: end(ending, config, environment, reporter),
     )
@@ -89,15 +90,17 @@ def _train(
     checkpoints = Checkpoints(directory, config.checkpoint) if directory else None
     start = _start(program, checkpoints, found, environment)
     reporter.begin(step=int(start.state.step))
+    source = _open_data(config, start.record)
+    record = dataclasses.replace(start.record, data_content=source.content)
     compiled = program.compile(with_poison=config.fault.enabled)
-    with _loader(program, start) as loader:
+    with _loader(program, start, source) as loader:
         ending = train(
             Run(
                 config=config,
                 program=program,
                 step=compiled,
                 loader=loader,
-                record=start.record,
+                record=record,
                 checkpoints=checkpoints,
                 reporter=reporter,
                 signals=signals,
@@ -133,18 +136,31 @@ def _start(
     if checkpoints and found:
         restored = checkpoints.restore(found, program.abstract_state, identity=identity)
         state, order = restored.state, restored.record.sample_order.extended(samples)
+        restored_content = restored.record.data_content
         log.info("restored the checkpoint of step %d", found)
     else:
         state, order = program.initial_state(), SampleOrder((samples,))
-    record = RunRecord(attempt=environment.attempt, sample_order=order, identity=identity)
+        restored_content = None
+    record = RunRecord(
+        attempt=environment.attempt,
+        sample_order=order,
+        identity=identity,
+        data_content=restored_content,
+    )
     return _Start(state, record)
 
 
-def _loader(program: Program, start: _Start) -> Loader:
+def _open_data(config: RunConfig, record: RunRecord) -> SampleSource:
+    """Open the data, and check that they are those of the restored checkpoint."""
+    data = config.data
+    source = open_source(data, vocab_size=config.model.vocab_size, order=record.sample_order)
+    where = data.train_data_path or data.dataset_path or data.dataset_type
+    check_data_content(source.content, record.data_content, where)
+    return source
+
+
+def _loader(program: Program, start: _Start, source: SampleSource) -> Loader:
     config = program.config
-    source = open_source(
-        config.data, vocab_size=config.model.vocab_size, order=start.record.sample_order
-    )
     return Loader(
         source,
         config.data,

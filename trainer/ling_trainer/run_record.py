@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ling_trainer.config import RunConfig
+from ling_trainer.data.index_file import DataError
 from ling_trainer.data.order import SampleOrder
 
 FORMAT = 1
@@ -13,7 +14,14 @@ _FREE_MODEL_FIELDS = frozenset(
     {"dtype", "chunk_size", "scan_layers", "remat_policy", "initializer_range"}
 )
 """What may differ from the run's start: how to compute, not what."""
-_DATA_FIELDS = ("dataset_type", "split", "data_shuffle_seed", "max_target_length")
+_DATA_FIELDS = (
+    "dataset_type",
+    "split",
+    "data_shuffle_seed",
+    "max_target_length",
+    "add_extra_token_to_sequence",
+    "mid_level_dataset_surplus",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +33,14 @@ class RunRecord:
       sample_order: how many samples each index of the data was built for.
       identity: settings that the arrays and the data position depend on, by dotted name.
       checksums: of each leaf of the state, by name.
+      data_content: what the data were made of, a line a dataset; None where it was not looked at.
     """
 
     attempt: int
     sample_order: SampleOrder
     identity: Mapping[str, Any]
     checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    data_content: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return what is stored."""
@@ -40,6 +50,7 @@ class RunRecord:
             "sample_order": self.sample_order.to_json(),
             "identity": dict(self.identity),
             "checksums": dict(self.checksums),
+            "data_content": None if self.data_content is None else list(self.data_content),
         }
 
     @classmethod
@@ -55,11 +66,13 @@ class RunRecord:
                 f"{FORMAT}; use the version that wrote it"
             )
         try:
+            content = record["data_content"]
             return cls(
                 attempt=int(record["attempt"]),
                 sample_order=SampleOrder.from_json(record["sample_order"]),
                 identity=dict(record["identity"]),
                 checksums={str(k): int(v) for k, v in record["checksums"].items()},
+                data_content=None if content is None else tuple(map(str, content)),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"its run record is damaged ({error!r})") from error
@@ -87,3 +100,23 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
         for name in sorted(ours.keys() | theirs.keys())
         if ours.get(name) != theirs.get(name)
     ]
+
+
+def check_data_content(ours: tuple[str, ...], theirs: tuple[str, ...] | None, where: str) -> None:
+    """Check that the data are those of the checkpoint; they may have moved.
+
+    Args:
+      ours: content of the data that were opened.
+      theirs: content in the checkpoint's record; None is not compared.
+      where: path of the data.
+
+    Raises:
+      DataError: they are others, so that no sample would be the one it was.
+    """
+    if theirs is None or ours == theirs:
+        return
+    raise DataError(
+        f"{where}: these are not the data of the checkpoint ({', '.join(ours)}; the checkpoint "
+        f"has {', '.join(theirs)}); name the data that the run began with, or begin a new run "
+        "under another run_name"
+    )
