@@ -1,0 +1,152 @@
+"""Router, statistics and experts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ling_trainer.config import ModelConfig
+from ling_trainer.model.layers import Tokens
+from ling_trainer.model.moe import (
+    Routing,
+    combine,
+    dense_experts,
+    dispatch,
+    route,
+    router_stats,
+    sorted_experts,
+)
+from ling_trainer.presets import ling2_tiny
+
+FOLDER = Path(__file__).parents[1] / "golden"
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def config(**overrides: Any) -> ModelConfig:
+    return ModelConfig.model_validate(ling2_tiny()["model"] | overrides)
+
+
+def test_golden_op_router_choice_weights_and_vjp(show_golden: Callable[..., None]) -> None:
+    op = load_file(FOLDER / "ling" / "op_router" / "router.safetensors")
+    real = config(num_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4)
+
+    def weights(x: Any, w: Any) -> Any:
+        scores = jnp.einsum("td,ed->te", x, w, precision="highest")
+        routing = route(scores, jnp.asarray(op["expert_bias"]), config=real)
+        return routing.weights, (routing.indices, scores)
+
+    found, vjp, (indices, scores) = jax.vjp(
+        weights, jnp.asarray(op["x"]), jnp.asarray(op["weight"]), has_aux=True
+    )
+    np.testing.assert_array_equal(indices, op["topk_idx"])
+    pairs = {"topk_weight": found, "logits": scores}
+    pairs |= dict(zip(("dx", "dweight"), vjp(jnp.asarray(op["dtopk_weight"])), strict=True))
+    worst = max(np.abs(value - op[name]).max() for name, value in pairs.items())
+    cases = "48 x 8 choices, weights, logits, 2 gradients"
+    show_golden("op_router", cases=cases, worst=worst, tolerance=5e-6)
+    assert worst <= 5e-6
+
+
+def test_expert_bias_gets_no_gradient() -> None:
+    scores = jax.random.normal(jax.random.key(0), (8, 16))
+    total = jax.grad(lambda bias: route(scores, bias, config=config()).weights.sum())
+    np.testing.assert_array_equal(total(jnp.zeros(16)), np.zeros(16))
+
+
+def experts_case() -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(1), 5)
+    scores = jax.random.normal(keys[0], (24, 16))
+    bias = jnp.where(jnp.arange(16) == 3, 9.0, 0.0)  # expert 3 takes every token
+    routing = route(scores, bias, config=config())
+    x, gate_up = jax.random.normal(keys[1], (24, 8)), jax.random.normal(keys[2], (16, 8, 10))
+    down, do = jax.random.normal(keys[3], (16, 5, 8)), jax.random.normal(keys[4], (24, 8))
+    return x, routing, gate_up, down, do
+
+
+def test_sorted_and_dense_experts_are_equal_forward_and_backward() -> None:
+    x, routing, gate_up, down, do = experts_case()
+    assert int((routing.indices == 3).sum()) == 24
+
+    def run(experts: Callable[..., Any]) -> Any:
+        def f(x: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+            return experts(x, Routing(routing.indices, weights), gate_up, down)
+
+        value, vjp = jax.vjp(f, x, routing.weights, gate_up, down)
+        return value, vjp(do)
+
+    compiled = jax.jit(
+        lambda: (run(sorted_experts), run(dense_experts)), compiler_options=FAST_COMPILE
+    )
+    found, expected = compiled()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_experts_equal_a_loop_over_tokens() -> None:
+    x, routing, gate_up, down, _ = experts_case()
+    expected = np.zeros(x.shape)
+    for t in range(x.shape[0]):
+        for e, w in zip(routing.indices[t], routing.weights[t], strict=True):
+            gate, up = np.split(np.asarray(x[t], float) @ np.asarray(gate_up[e], float), 2)
+            inner = gate / (1 + np.exp(-gate)) * up
+            expected[t] += float(w) * inner @ np.asarray(down[e], float)
+    np.testing.assert_allclose(
+        sorted_experts(x, routing, gate_up, down), expected, rtol=1e-5, atol=1e-4
+    )
+
+
+def test_dispatch_drops_nothing_and_combine_is_its_transpose() -> None:
+    x, routing, *_ = experts_case()
+    sent = dispatch(x, routing.indices, num_experts=16)
+    assert int(sent.group_sizes.sum()) == routing.indices.size
+    chosen = np.sort(np.asarray(routing.indices).ravel(), kind="stable")
+    np.testing.assert_array_equal(sent.group_sizes, np.bincount(chosen, minlength=16))
+    summed = combine(sent.rows, sent.order // 4, sent.places)
+    np.testing.assert_allclose(summed, 4 * x, rtol=1e-6)
+
+
+def test_statistics_count_valid_tokens_only_and_equal_a_float64_reference() -> None:
+    small = config()
+    scores = 2 * jax.random.normal(jax.random.key(2), (4 * 6, 16))
+    valid = np.ones((4, 6), bool)
+    valid[1, 2:] = False
+    valid[3] = valid[2] = False
+    bias = jnp.linspace(-1, 1, 16)
+    routing = route(scores, bias, config=small)
+    tokens = Tokens(
+        positions=jnp.zeros((4, 6), int), documents=None, valid=jnp.asarray(valid), loss_groups=2
+    )
+    stats = router_stats(scores, routing, tokens, config=small)
+    x, flat = np.asarray(scores, float), valid.ravel()
+    for group in range(2):
+        rows = np.arange(12 * group, 12 * group + 12)
+        rows = rows[flat[rows]]
+        s = 1 / (1 + np.exp(-x[rows]))
+        q = s / s.sum(-1, keepdims=True) if len(rows) else s
+        plain = np.argsort(-q, axis=-1)[:, :4]
+        load = np.bincount(plain.ravel(), minlength=16)
+        count = max(len(rows), 1)
+        aux = 16 / (4 * count**2) * (load * q.sum(0)).sum()
+        z = (np.log(np.exp(x[rows]).sum(-1)) ** 2).sum() / count
+        np.testing.assert_allclose(float(stats.aux[group]), aux, rtol=1e-5)
+        np.testing.assert_allclose(float(stats.z[group]), z, rtol=1e-5)
+    counts = np.bincount(np.asarray(routing.indices)[flat].ravel(), minlength=16)
+    np.testing.assert_array_equal(stats.expert_counts, counts)
+    assert stats.expert_counts.dtype == jnp.int32
+    plain = np.bincount(np.argsort(-x, -1)[flat, :4].ravel(), minlength=16)
+    assert (plain != counts).any()  # the balance statistic's choice is another one
+
+
+@pytest.mark.parametrize("group_limit", [2, 4])
+def test_choice_keeps_to_the_best_groups(group_limit: int) -> None:
+    small = config(topk_group=group_limit)
+    scores = jax.random.normal(jax.random.key(3), (64, 16))
+    indices = np.asarray(route(scores, jnp.zeros(16), config=small).indices)
+    used = [len(set(row // 4)) for row in indices]
+    assert max(used) <= group_limit
+    assert max(used) > 1

@@ -1,0 +1,82 @@
+"""Meshes and shardings, on 8 virtual CPU devices in a process of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from ling_trainer.config import MeshConfig, ModelConfig
+from ling_trainer.model import ling2
+from ling_trainer.presets import ling2_tiny
+from ling_trainer.schema import ConfigError
+from ling_trainer.sharding import batch_sharding, make_mesh, param_shardings, replicated
+
+PROGRAM = Path(__file__).with_name("sharded_model_program.py")
+MESHES = (
+    {"ici_data_parallelism": 8},
+    {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4},
+    {"ici_expert_parallelism": 4, "ici_tensor_parallelism": 2},
+)
+
+
+@pytest.mark.slow
+def test_loss_gradients_and_initial_values_do_not_depend_on_the_mesh() -> None:
+    flags = "--xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(MESHES)],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["sizes"] for line in lines] == list(MESHES)
+    for line in lines:
+        assert line["same_init"], line
+        assert line["split"] > 3, line
+        assert line["loss"] <= 1e-5, line
+        assert line["gradient"] <= 1e-5, line
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"ici_data_parallelism": 3},
+        {"ici_fsdp_parallelism": 2},
+        {"ici_data_parallelism": 1, "ici_expert_parallelism": 2},
+    ],
+)
+def test_a_mesh_of_another_size_than_the_devices_is_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"mesh\.ici_data_parallelism=.* does not fit 1 devices"):
+        make_mesh(MeshConfig.model_validate(sizes), jax.devices()[:1])
+
+
+def test_data_takes_the_devices_that_the_others_leave() -> None:
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
+    assert replicated(mesh).spec == jax.P()
+    assert batch_sharding(mesh).spec == jax.P(("data", "fsdp", "expert"))
+
+
+def test_stacked_groups_are_never_split_over_their_layers() -> None:
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    config = ModelConfig.model_validate(ling2_tiny()["model"])
+    shapes = jax.eval_shape(lambda: ling2.init_params(config, seed=0))
+    shardings = param_shardings(shapes, mesh)
+    experts = shardings["groups"][0]["mlp"]["experts"]
+    assert experts["gate_up"].spec == jax.P(None, ("expert",), ("fsdp",), ("tensor",))
+    assert shardings["mtp"][0]["eh_proj"].spec == jax.P(("fsdp", "expert"), None)
+    assert all(s.spec[0] is None for s in jax.tree.leaves(shardings["groups"]))
+
+
+def test_a_matrix_without_a_rule_is_an_error() -> None:
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    unknown = {"surprise": jax.ShapeDtypeStruct((2, 2), "float32")}
+    with pytest.raises(ValueError, match="surprise"):
+        param_shardings(unknown, mesh)
