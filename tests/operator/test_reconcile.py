@@ -391,6 +391,13 @@ ENDINGS = [
         "corpus.bin ends at byte 12",
     ),
     Row(
+        "Of two final codes the lowest process's is told, in whatever order pods are seen.",
+        lambda s: world(s, s.running(), pods=(s.exited(3, 1), s.exited(2, 0))),
+        "Failed",
+        ("suspend",),
+        {"Failed": ("True", "ConfigurationError")},
+    ),
+    Row(
         "The budget of crashes is spent.",
         lambda s: world(
             s,
