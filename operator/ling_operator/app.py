@@ -34,7 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except NoClusterError as error:
         _log.error("no cluster", extra={"error": str(error)})
         sys.exit(2)
-    sys.exit(asyncio.run(operate(options, connection)))
+    try:
+        code = asyncio.run(operate(options, connection))
+    except OSError as error:
+        _log.critical("cannot listen", extra={"error": str(error)})
+        code = 1
+    sys.exit(code)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

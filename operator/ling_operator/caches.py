@@ -1,6 +1,6 @@
 """What the API server last said about runs, JobSets, Jobs and pods, found by the run's key."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ling_operator.api import GROUP, PLURAL, RUN_LABEL, VERSION, TrainingRun
@@ -117,20 +117,19 @@ class Caches:
         """Return the names of a run's Jobs."""
         return tuple(sorted(self._jobs.get(key, ())))
 
-    def scrape_jobs(self) -> Iterator[ScrapeJob]:
-        """Yield every run whose process 0 runs and has an address."""
-        for key, view in self.runs.objects.items():
-            pods = self._pods.get(key)
-            if view.run is None or not pods:
-                continue
-            pod = scrape_target(view.run, tuple(pods.values()))
-            if pod is None or pod.ip is None or not pod.metrics_port:
-                continue
-            target = ScrapeTarget(
-                ip=pod.ip, port=pod.metrics_port, pod_uid=pod.uid, host_network=pod.host_network
-            )
-            seconds = float(view.run.spec.health.scrape_interval_seconds)
-            yield ScrapeJob(key=key, interval_seconds=seconds, target=target)
+    def scrape_job(self, key: Key) -> ScrapeJob | None:
+        """Say where to read a run's metrics; None unless its process 0 runs and has an address."""
+        view, pods = self.runs.objects.get(key), self._pods.get(key)
+        if view is None or view.run is None or not pods:
+            return None
+        pod = scrape_target(view.run, tuple(pods.values()))
+        if pod is None or pod.ip is None or not pod.metrics_port:
+            return None
+        target = ScrapeTarget(
+            ip=pod.ip, port=pod.metrics_port, pod_uid=pod.uid, host_network=pod.host_network
+        )
+        seconds = float(view.run.spec.health.scrape_interval_seconds)
+        return ScrapeJob(key=key, interval_seconds=seconds, target=target)
 
     def _run_changed(self, change: Change[RunView]) -> None:
         if change.deleted:

@@ -65,10 +65,10 @@ class Controller:
         async with asyncio.TaskGroup() as group:
             while True:
                 now = time.monotonic()
-                jobs = {job.key: job for job in self._caches.scrape_jobs()}
-                due = {key: when for key, when in due.items() if key in jobs}
-                for key, job in jobs.items():
-                    if due.get(key, now) <= now:
+                due = {key: when for key, when in due.items() if when > now}
+                for key in self._caches.runs.objects.keys() - due.keys():
+                    job = self._caches.scrape_job(key)
+                    if job is not None:
                         due[key] = now + job.interval_seconds
                         group.create_task(self._scrape(session, job))
                 await asyncio.sleep(_TICK_SECONDS)

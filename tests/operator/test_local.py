@@ -1,7 +1,9 @@
 """Local runs end to end: real processes, real signals, real files, a trainer that is not ours."""
 
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -321,6 +323,27 @@ def test_a_variable_that_only_a_cluster_has_is_refused_by_name(runs: Runs) -> No
     code, output = runs.run()
     assert code == 2, output
     assert "TOKEN" in output
+
+
+def test_a_terminal_shows_one_live_row_in_colour(runs: Runs) -> None:
+    runs.file.write_text(yaml.safe_dump(runs.manifest))
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ling_operator.cli", "run", str(runs.file), "--local"],
+        stdout=child,
+        stderr=child,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )
+    os.close(child)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal is gone with its last process
+        while chunk := os.read(parent, 65536):
+            shown += chunk
+    os.close(parent)
+    assert process.wait(timeout=30) == 0
+    assert b"\x1b[" in shown
+    assert b"TOKENS/S" in shown
+    assert b"Complete at step 20" in shown
 
 
 def test_an_object_for_tpus_runs_as_one_process(runs: Runs) -> None:
