@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -23,14 +23,6 @@ _COMMITTED = "commit_success.txt"
 _TRANSIENT = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|CANCELLED")
 _PERMANENT_OS_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 _LEAF_IN_MESSAGE = re.compile(r"""['"]path['"]: ?['"]([^/'"][^'"]*)/['"]""")
-
-
-@dataclass(frozen=True, slots=True)
-class Restored[State]:
-    """What a checkpoint gives back."""
-
-    state: State
-    record: RunRecord
 
 
 class _HasStep(Protocol):
@@ -121,6 +113,21 @@ def read_record(directory: epath.Path, step: int) -> RunRecord:
         raise _failure(error, _where(directory, step)) from error
 
 
+def check_identity(
+    directory: epath.Path, step: int, *, ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> None:
+    """Check that a checkpoint is of this model and batch (see run_record.identity_of).
+
+    Raises:
+      EndRun: it is not (exit code 4); the message names each setting.
+    """
+    if wrong := differences(ours, theirs):
+        raise _unusable(
+            f"{_where(directory, step)}: {'; '.join(wrong)}; restore the setting, or choose "
+            "another run_name"
+        )
+
+
 class Checkpoints:
     """The checkpoints of one run. Every process of it makes the same calls."""
 
@@ -162,24 +169,19 @@ class Checkpoints:
         self._committed = min(self._committed, step)
         return later
 
-    def restore[State](self, step: int, like: State, *, identity: Any) -> Restored[State]:
-        """Read a checkpoint, and check that it is this run's and undamaged.
+    def restore[State](self, step: int, like: State) -> State:
+        """Read a checkpoint's state, and check that it is undamaged.
 
         Args:
           step: of the checkpoint.
           like: the state's jax.ShapeDtypeStructs, with the shardings to restore to.
-          identity: the run's own, from run_record.identity_of.
 
         Raises:
-          EndRun: settings, structure or a leaf's shape differ, or data is damaged (exit code 4);
-            the storage failed (42).
+          EndRun: structure or a leaf's shape differ, or data is damaged (exit code 4); the storage
+            failed (42).
         """
         where = _where(self._directory, step)
         record = read_record(self._directory, step)
-        if wrong := differences(identity, record.identity):
-            raise _unusable(
-                f"{where}: {'; '.join(wrong)}; restore the setting, or choose another run_name"
-            )
         try:
             self._check_structure(step, like)
             restored = self._manager.restore(
@@ -195,7 +197,7 @@ class Checkpoints:
                 raise _unusable(
                     f"{where}: leaf {leaf} is damaged (its checksum differs); {_OLDER}"
                 )
-        return Restored(state, record)
+        return state
 
     def save(self, step: int, state: Any, record: RunRecord) -> None:
         """Save in the background; the state may be donated once this returns.
@@ -236,7 +238,9 @@ class Checkpoints:
         stored = self._manager.item_metadata(step)[_STATE]
         theirs = _shapes(stored.tree)
         ours = _shapes(like)
-        for leaf in sorted(ours.keys() | theirs.keys()):
+        # Parameters first: the optimizer's moments only repeat what is wrong with them.
+        names = sorted(ours.keys() | theirs.keys(), key=lambda n: (not n.startswith("params."), n))
+        for leaf in names:
             if ours.get(leaf) != theirs.get(leaf):
                 there, here = theirs.get(leaf, "missing"), ours.get(leaf, "missing")
                 raise _unusable(

@@ -5,14 +5,19 @@ import logging
 import threading
 import time
 import traceback
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from ling_trainer.checkpoint import Checkpoints, checkpoint_directory, newest_checkpoint
+from ling_trainer.checkpoint import (
+    Checkpoints,
+    check_identity,
+    checkpoint_directory,
+    newest_checkpoint,
+    read_record,
+)
 from ling_trainer.config import RunConfig
 from ling_trainer.console import set_up_logging
 from ling_trainer.data.index_file import DataError
@@ -88,12 +93,15 @@ def _train(
     )
     program = build_program(config)
     checkpoints = Checkpoints(directory, config.checkpoint) if directory else None
-    start = _start(program, checkpoints, found, environment)
-    reporter.begin(step=int(start.state.step))
-    source = _open_data(config, start.record)
-    record = dataclasses.replace(start.record, data_content=source.content)
+    if environment.group.num_processes > 1:  # their listings of a file system may differ
+        found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
+    record = _record(program, directory, found, environment)
+    source = _open_data(config, record)  # before the state: it fails sooner
+    record = dataclasses.replace(record, data_content=source.content)
+    state = _state(program, checkpoints, found, environment)
+    reporter.begin(step=found)
     compiled = program.compile(with_poison=config.fault.enabled)
-    with _loader(program, start, source) as loader:
+    with _loader(program, source, found) as loader:
         ending = train(
             Run(
                 config=config,
@@ -105,7 +113,7 @@ def _train(
                 reporter=reporter,
                 signals=signals,
             ),
-            start.state,
+            state,
         )
     if checkpoints:
         _await_save(checkpoints, ending, environment)
@@ -113,41 +121,39 @@ def _train(
     return ending
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """Where a process begins: a restored checkpoint, or a new state."""
+def _record(
+    program: Program, directory: epath.Path | None, found: int, environment: Environment
+) -> RunRecord:
+    """Say what every checkpoint of this process will say, going on from the one of `found`.
 
-    state: TrainState
-    record: RunRecord
+    Raises:
+      EndRun: that checkpoint is of another model or batch, or its record is damaged.
+    """
+    identity = identity_of(program.config, global_batch_size=program.global_batch_size)
+    order = SampleOrder((program.config.steps * program.global_batch_size,))
+    content = None
+    if directory and found:
+        saved = read_record(directory, found)
+        check_identity(directory, found, ours=identity, theirs=saved.identity)
+        order, content = saved.sample_order.extended(order.num_samples), saved.data_content
+    return RunRecord(
+        attempt=environment.attempt, sample_order=order, identity=identity, data_content=content
+    )
 
 
-def _start(
+def _state(
     program: Program, checkpoints: Checkpoints | None, found: int, environment: Environment
-) -> _Start:
+) -> TrainState:
     """Restore the checkpoint of step `found`, or make the state before the first step for 0."""
-    config, group = program.config, environment.group
-    if group.num_processes > 1:  # a file system may show the processes different listings
-        found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
-    identity = identity_of(config, global_batch_size=program.global_batch_size)
-    samples = config.steps * program.global_batch_size
+    if checkpoints and found:
+        state = checkpoints.restore(found, program.abstract_state)
+        log.info("restored the checkpoint of step %d", found)
+    else:
+        state = program.initial_state()
     if checkpoints and environment.restore_before_step is not None:
         for step in checkpoints.discard_after(found):
             log.warning("discarded the checkpoint of step %d", step)
-    if checkpoints and found:
-        restored = checkpoints.restore(found, program.abstract_state, identity=identity)
-        state, order = restored.state, restored.record.sample_order.extended(samples)
-        restored_content = restored.record.data_content
-        log.info("restored the checkpoint of step %d", found)
-    else:
-        state, order = program.initial_state(), SampleOrder((samples,))
-        restored_content = None
-    record = RunRecord(
-        attempt=environment.attempt,
-        sample_order=order,
-        identity=identity,
-        data_content=restored_content,
-    )
-    return _Start(state, record)
+    return state
 
 
 def _open_data(config: RunConfig, record: RunRecord) -> SampleSource:
@@ -159,7 +165,7 @@ def _open_data(config: RunConfig, record: RunRecord) -> SampleSource:
     return source
 
 
-def _loader(program: Program, start: _Start, source: SampleSource) -> Loader:
+def _loader(program: Program, source: SampleSource, start: int) -> Loader:
     config = program.config
     return Loader(
         source,
@@ -167,7 +173,7 @@ def _loader(program: Program, start: _Start, source: SampleSource) -> Loader:
         rows=program.local_rows(),
         global_batch_size=program.global_batch_size,
         num_microbatches=config.gradient_accumulation_steps,
-        start_step=int(start.state.step),
+        start_step=start,
         num_steps=config.steps,
     )
 
@@ -210,7 +216,6 @@ def _await_save(checkpoints: Checkpoints, ending: Ending, environment: Environme
 def _ending_of(error: Exception, reporter: Reporter) -> Ending:
     """Say how the run ends after an exception."""
     progress = reporter.progress
-    known: Any = None
     if isinstance(error, EndRun):
         known = error.ending
     elif isinstance(error, DataError):

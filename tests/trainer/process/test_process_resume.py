@@ -1,0 +1,126 @@
+"""Stopping and going on changes nothing: not a bit of the state, not a token of the data."""
+
+import json
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ling_trainer.config import DataConfig
+from ling_trainer.data.loader import Loader
+from ling_trainer.data.order import SampleOrder
+from ling_trainer.data.source import open_source
+
+pytestmark = pytest.mark.slow
+
+MANY = 60  # at some 30 ms a step a signal lands well before the last
+
+
+def losses(journal: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    return [(line["step"], line["learning/loss"]) for line in journal]
+
+
+def next_batch(processes: Any, step: int, dataset: str) -> bytes:
+    """Return the bytes of the batch that a restart from this checkpoint would read first."""
+    record = json.loads(
+        (processes.run_directory / "checkpoints" / str(step) / "run" / "metadata").read_text()
+    )
+    data = DataConfig(
+        dataset_path=dataset, max_target_length=32, global_batch_size=4, eod_id=256, pad_id=256
+    )
+    # One sample more than the run has, so that its last checkpoint has a next batch too.
+    order = SampleOrder.from_json(record["sample_order"]).extended(4 * (step + 1))
+    source = open_source(data, vocab_size=512, order=order)
+    with Loader(
+        source, data, rows=range(4), global_batch_size=4, num_microbatches=1,
+        start_step=step, num_steps=step,
+    ) as loader:  # fmt: skip
+        return b"".join(np.asarray(x).tobytes() for x in loader.batch_at(step))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_and_a_restart_change_no_leaf_no_loss_and_no_batch(
+    launch, read_back, dataset, processes
+):
+    whole = launch("whole", {"steps": MANY}, processes=processes)
+    assert set(whole.wait()) == {0}, whole.output()
+
+    first = launch("cut", {"steps": MANY}, processes=processes)
+    first.until(r" step=5 ")
+    for process in first.popen:
+        process.send_signal(signal.SIGTERM)
+    assert set(first.wait()) == {143}, first.output()
+    (stopped_at,) = {int(first.message(i)["step"]) for i in range(processes)}
+    assert 5 <= stopped_at < MANY
+    assert stopped_at in read_back.steps(first.run_directory)
+
+    second = launch("cut", {"steps": MANY}, processes=processes)
+    assert set(second.wait()) == {0}, second.output()
+    assert f"restored the checkpoint of step {stopped_at}" in second.output()
+    assert f" step={stopped_at} " not in second.output()
+    assert read_back.hashes(second.run_directory, MANY) == read_back.hashes(
+        whole.run_directory, MANY
+    )
+    assert losses(read_back.journal(second.run_directory)) == losses(
+        read_back.journal(whole.run_directory)
+    )
+    assert next_batch(second, MANY, dataset) == next_batch(whole, MANY, dataset)
+
+
+def test_a_save_that_sigkill_interrupts_is_never_restored(launch, read_back, uninterrupted):
+    fault = {"fault.enabled": True, "fault_kind": "sigkill", "fault_step": 6}
+    first = launch("killed", fault | {"checkpoint_period": 1})
+    assert first.wait() == [137], first.output()
+    half_done = list((first.run_directory / "checkpoints").glob("5.*tmp*"))
+    assert half_done, "the save of step 5 was complete: the kill came too late to prove anything"
+    assert max(read_back.steps(first.run_directory)) == 4
+
+    second = launch("killed", {"checkpoint_period": 1})
+    assert second.wait() == [0], second.output()
+    assert "restored the checkpoint of step 4" in second.output()
+    assert read_back.hashes(second.run_directory, 10) == read_back.hashes(
+        uninterrupted.run_directory, 10
+    )
+    steps = [line["step"] for line in read_back.journal(second.run_directory)]
+    assert steps == list(range(1, 11))
+
+
+def test_two_processes_compute_what_one_does(launch, read_back, uninterrupted):
+    two = launch("two", processes=2)
+    assert two.wait() == [0, 0], two.output()
+    ours = [line["learning/loss"] for line in read_back.journal(two.run_directory)]
+    theirs = [line["learning/loss"] for line in read_back.journal(uninterrupted.run_directory)]
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+    assert ours[9] == pytest.approx(theirs[9], rel=1e-4)
+
+
+def test_a_raised_attempt_goes_on_before_the_bad_step_and_its_restarts_do_not_repeat_that(
+    launch, read_back
+):
+    first = launch("spike", environ={"LING_ATTEMPT": "1"})
+    assert first.wait() == [0], first.output()
+    assert read_back.steps(first.run_directory) == [5, 10]
+    told = {"LING_ATTEMPT": "2", "LING_RESTORE_BEFORE_STEP": "8"}
+
+    killed = {"fault.enabled": True, "fault_kind": "sigkill", "fault_step": 14}
+    second = launch("spike", killed | {"steps": 15, "checkpoint_period": 6}, environ=told)
+    assert second.wait() == [137], second.output()
+    assert "restored the checkpoint of step 5" in second.output()
+    assert "discarded the checkpoint of step 10" in second.output()
+    assert read_back.steps(second.run_directory) == [5, 6, 12]
+
+    third = launch("spike", {"steps": 15}, environ=told)
+    assert third.wait() == [0], third.output()
+    assert "restored the checkpoint of step 12" in third.output()
+
+
+def test_a_finished_run_that_is_started_again_exits_0_without_compiling(launch, read_back):
+    first = launch("done")
+    assert first.wait() == [0], first.output()
+    before = (first.run_directory / "metrics.jsonl").read_bytes()
+    again = launch("done")
+    assert again.wait() == [0], again.output()
+    assert again.message()["reason"] == "Finished"
+    assert "restored" not in again.output()
+    assert (first.run_directory / "metrics.jsonl").read_bytes() == before
