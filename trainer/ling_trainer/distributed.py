@@ -1,5 +1,6 @@
 """How the processes of a run find each other, and what they say when one does not come."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from ling_trainer.ends import Ending, EndRun, ExitCode
+from ling_trainer.ends import Ending, EndRun, ExitCode, end_run
 from ling_trainer.environment import NUM_PROCESSES, Group
 
 _JAX_MARGIN_SECONDS = 60
@@ -54,6 +55,26 @@ def initialize(
         raise EndRun(_restart(message)) from error
     finally:
         timer.cancel()
+
+
+@contextlib.contextmanager
+def peers_alive(doing: str) -> Iterator[None]:
+    """Turn the failure of a collective into exit code 42.
+
+    A peer that is gone shows as gloo's ValueError on CPUs and as a runtime error elsewhere, so
+    only what is compiled already may run here: no ValueError of ours is then mistaken for one.
+
+    Raises:
+      EndRun: in place of either error, where there are peers.
+    """
+    try:
+        yield
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        if jax.process_count() == 1 or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        cause = str(error).strip().split("\n", 1)[0]
+        message = f"{doing}: a collective failed, most likely for a lost peer: {cause}"
+        raise end_run(ExitCode.RESTART, "LostPeer", message) from error
 
 
 def seen_processes(port: int) -> int | None:

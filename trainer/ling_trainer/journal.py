@@ -23,7 +23,7 @@ def number(value: float) -> float | str:
 
 
 class Journal:
-    """Append a line a step; a line is on disk before the next step begins."""
+    """Append a line a step, each handed to the system before the next step begins."""
 
     def __init__(self, path: Path, *, resumed_step: int) -> None:
         """Open the file, and cut the lines of steps that will be done again.

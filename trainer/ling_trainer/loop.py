@@ -1,10 +1,8 @@
 """The `for` over steps: when to save, when to stop, and why."""
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -12,7 +10,8 @@ import jax
 from ling_trainer.checkpoint import Checkpoints
 from ling_trainer.config import RunConfig
 from ling_trainer.data.loader import Loader
-from ling_trainer.ends import Ending, ExitCode, end_run
+from ling_trainer.distributed import peers_alive
+from ling_trainer.ends import Ending, ExitCode
 from ling_trainer.faults import poison_of, strike
 from ling_trainer.progress import Progress, may_be_saved
 from ling_trainer.report import NonFiniteStep, StepReport
@@ -89,7 +88,8 @@ def train(run: Run, state: TrainState) -> Ending:
         last = number == config.steps
         save_due |= last or done.stop or number % config.checkpoint.checkpoint_period == 0
         if save_due and run.checkpoints and may_be_saved(bad, float(done.report.param_norm)):
-            run.checkpoints.save(number, state, run.record)
+            with peers_alive(f"saving step {number}"):
+                run.checkpoints.save(number, state, run.record)
             save_due = False
         if run.checkpoints:
             run.reporter.checkpoint_committed(run.checkpoints.newest_committed)
@@ -119,28 +119,10 @@ def _one_step(run: Run, state: TrainState, number: int) -> tuple[TrainState, _Do
     batch = program.place(next(run.loader)._asdict())
     poison = [program.poison(poison_of(fault, number))] if fault.enabled else []
     flag = program.flag(stop=run.signals.requested)
-    with _peers_alive(number):
+    with peers_alive(f"step {number}"):
         result = run.step(state, batch, flag, *poison)
         report, stop = jax.device_get((result.report, result.stop))
     return result.state, _Done(report, bool(stop))
-
-
-@contextlib.contextmanager
-def _peers_alive(number: int) -> Iterator[None]:
-    """Turn the failure of a collective into exit code 42.
-
-    A peer that is gone shows as gloo's ValueError on CPUs and as a runtime error elsewhere. The
-    step is compiled by then, so neither can be a mistake in the program's shapes.
-    """
-    try:
-        yield
-    except (ValueError, jax.errors.JaxRuntimeError) as error:
-        if jax.process_count() == 1 or "RESOURCE_EXHAUSTED" in str(error):
-            raise
-        reason = str(error).strip().split("\n", 1)[0]
-        raise end_run(
-            ExitCode.RESTART, "LostPeer", f"step {number}: a collective failed: {reason}"
-        ) from error
 
 
 def _diverged(config: RunConfig, progress: Progress) -> bool:

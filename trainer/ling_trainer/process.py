@@ -24,7 +24,7 @@ from ling_trainer.data.index_file import DataError
 from ling_trainer.data.loader import Loader
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.source import SampleSource, open_source
-from ling_trainer.distributed import initialize
+from ling_trainer.distributed import initialize, peers_alive
 from ling_trainer.ends import Ending, EndRun, ExitCode, leave, write_termination_message
 from ling_trainer.environment import Environment
 from ling_trainer.loop import Run, finished, train
@@ -94,7 +94,8 @@ def _train(
     program = build_program(config)
     checkpoints = Checkpoints(directory, config.checkpoint) if directory else None
     if environment.group.num_processes > 1:  # their listings of a file system may differ
-        found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
+        with peers_alive("agreeing on the checkpoint"):
+            found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
     record = _record(program, directory, found, environment)
     source = _open_data(config, record)  # before the state: it fails sooner
     record = dataclasses.replace(record, data_content=source.content)
@@ -146,7 +147,8 @@ def _state(
 ) -> TrainState:
     """Restore the checkpoint of step `found`, or make the state before the first step for 0."""
     if checkpoints and found:
-        state = checkpoints.restore(found, program.abstract_state)
+        with peers_alive(f"restoring step {found}"):
+            state = checkpoints.restore(found, program.abstract_state)
         log.info("restored the checkpoint of step %d", found)
     else:
         state = program.initial_state()
