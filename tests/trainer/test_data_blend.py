@@ -18,9 +18,10 @@ from ling_trainer.data.blend import (
 )
 from ling_trainer.data.gpt import SplitName
 from ling_trainer.data.index_file import DataError
+from ling_trainer.data.opener import Dataset
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.samples import BlendedDataset, GPTDataset
-from ling_trainer.data.source import Dataset, PinnedDataset, open_epoch, open_source
+from ling_trainer.data.source import open_dataset, open_source
 from ling_trainer.schema import ConfigError
 from ling_trainer.settings import resolve
 
@@ -42,12 +43,7 @@ def settings(**values: object) -> DataConfig:
 
 
 def open_part(data: DataConfig, size: int | None, split_name: SplitName = "train") -> Dataset:
-    if size is None:
-        return open_epoch(data, vocab_size=1000, split_name=split_name)
-    order = SampleOrder((size,))
-    source = open_source(data, vocab_size=1000, order=order, split_name=split_name)
-    assert isinstance(source, PinnedDataset)
-    return source.segments[0]
+    return open_dataset(data, vocab_size=1000, num_samples=size, split_name=split_name)
 
 
 # What a path says.

@@ -10,10 +10,10 @@ import pytest
 
 from ling_trainer.config import DataConfig
 from ling_trainer.data.gpt import SPLITS, SplitName
-from ling_trainer.data.order import SampleOrder
+from ling_trainer.data.opener import Dataset
 from ling_trainer.data.packing import PackedBatch, document_bounds, pack_samples
 from ling_trainer.data.samples import BlendedDataset, GPTDataset, Sample
-from ling_trainer.data.source import Dataset, PinnedDataset, open_epoch, open_source
+from ling_trainer.data.source import open_dataset
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
 CASES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "meta.json").read_text())["cases"]
@@ -62,11 +62,7 @@ def settings(case: dict[str, Any]) -> DataConfig:
 def open_case(case: dict[str, Any], data: DataConfig) -> Dataset:
     name: SplitName = case["split_name"]
     size, vocab_size = case["sizes"][SPLITS.index(name)], case["tokenizer"]["vocab"]
-    if size is None:
-        return open_epoch(data, vocab_size=vocab_size, split_name=name)
-    source = open_source(data, vocab_size=vocab_size, order=SampleOrder((size,)), split_name=name)
-    assert isinstance(source, PinnedDataset)
-    return source.segments[0]
+    return open_dataset(data, vocab_size=vocab_size, num_samples=size, split_name=name)
 
 
 def read_all(dataset: Dataset, data: DataConfig) -> tuple[list[Sample], PackedBatch]:

@@ -27,6 +27,14 @@ A key is a field's name, alone (steps=100) or with its section (loss.mtp_roll=pl
 """
 
 
+_SHOW_HELP = """\
+Settings are those of `run`; the preset is ling2 where they name none (so eod_mask_loss is true).
+Each line is an object:
+sample, dataset, documents, offsets, and sha256 of tokens, labels, loss_mask, position_ids as
+int64, little-endian. --npz writes arrays of the same names.
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; training ends the process and does not return.
 
@@ -38,7 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (not arguments and RUN_CONFIG in os.environ) or (arguments and "=" in arguments[0]):
         arguments.insert(0, "run")
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes settings on one side of the options only.
+    if rest and (not hasattr(options, "arguments") or any(a.startswith("-") for a in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.arguments += rest
     if options.command is None:
         parser.print_help(sys.stderr)
         return ExitCode.CONFIGURATION
@@ -74,6 +87,23 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--jsonl-key", default="text", help="field of a JSON line (default: text)")
     build.add_argument("--no-eod", action="store_true", help="do not end documents with id 256")
     build.set_defaults(call=_build)
+
+    show = data.add_parser(
+        "show",
+        help="print the documents and hashes of samples as JSON lines",
+        description=_SHOW_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    show.add_argument("arguments", nargs="*", metavar="FILE | key=value")
+    show.add_argument("--samples", default="0:10", metavar="A:B", help="which (default: 0:10)")
+    show.add_argument("--split-name", default="train", choices=("train", "valid", "test"))
+    show.add_argument(
+        "--num-samples",
+        metavar="N | epoch",
+        help="samples the order is made for (default: steps x global_batch_size)",
+    )
+    show.add_argument("--npz", type=Path, metavar="FILE", help="also write the samples themselves")
+    show.set_defaults(call=_show)
     return parser
 
 
@@ -103,7 +133,7 @@ def load_config(arguments: Sequence[str], environ: Mapping[str, str]) -> RunConf
     Raises:
       ConfigError: every problem, one a line.
     """
-    files = [argument for argument in arguments if "=" not in argument]
+    files = _files(arguments)
     overrides = parse_overrides(argument for argument in arguments if "=" in argument)
     text = environ.get(RUN_CONFIG)
     if len(files) > 1 or (files and text is not None):
@@ -114,6 +144,10 @@ def load_config(arguments: Sequence[str], environ: Mapping[str, str]) -> RunConf
     if files:
         return resolve(load_yaml(_read(Path(files[0])), files[0]), overrides)
     return resolve(overrides)
+
+
+def _files(arguments: Sequence[str]) -> list[str]:
+    return [argument for argument in arguments if "=" not in argument]
 
 
 def settings_help() -> str:
@@ -216,6 +250,32 @@ def _build(options: argparse.Namespace) -> int:
         f" ({report.empty_documents} empty documents left out)\n"
         f"vocab_size >= {report.vocab_size}, eod_id={report.eod_id}, pad_id={report.eod_id}"
     )
+    return ExitCode.FINISHED
+
+
+def _show(options: argparse.Namespace) -> int:
+    from ling_trainer.data.index_file import DataError
+    from ling_trainer.data.show import open_samples, parse_range, save_samples, show_samples
+
+    # No architecture and no checkpoint is needed to look at data, but a whole configuration is.
+    named = any(argument.startswith(("preset=", "model_name=")) for argument in options.arguments)
+    preset = [] if named or len(_files(options.arguments)) else ["preset=ling2"]
+    given = [*preset, *options.arguments, "checkpoint.enable_checkpointing=false"]
+    try:
+        config = load_config(given, os.environ)
+        dataset = open_samples(
+            config, num_samples=options.num_samples, split_name=options.split_name
+        )
+        numbers = parse_range(options.samples, count=len(dataset))
+        for line in show_samples(dataset, numbers, config.data):
+            print(json.dumps(line))  # noqa: T201
+        if options.npz:
+            save_samples(options.npz, dataset, numbers, config.data)
+    except (ConfigError, DataError) as error:
+        for line in str(error).splitlines():
+            print(f"ling-train: {line}", file=sys.stderr)  # noqa: T201
+        data_is_bad = isinstance(error, DataError)
+        return ExitCode.DATA if data_is_bad else ExitCode.CONFIGURATION
     return ExitCode.FINISHED
 
 

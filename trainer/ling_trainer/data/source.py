@@ -78,14 +78,23 @@ def open_source(
     return PinnedDataset(order, segments, opener.content())
 
 
-def open_epoch(data: DataConfig, *, vocab_size: int, split_name: SplitName) -> Dataset:
-    """Open one epoch of the data: every sample of every dataset once.
+def open_dataset(
+    data: DataConfig, *, vocab_size: int, num_samples: int | None, split_name: SplitName
+) -> Dataset:
+    """Open all samples of an order, those past num_samples too.
+
+    Args:
+      data: as in open_source.
+      vocab_size: token ids must be below it.
+      num_samples: samples that the order is made for; None: one epoch, every sample of every
+        dataset once.
+      split_name: which part of the data to read.
 
     Raises:
-      DataError: as open_source; or the data are synthetic, or blended by weight, and so have no
-        epoch.
+      DataError: as open_source; or the data are synthetic; or an epoch is asked of data that are
+        blended by weight and have none.
     """
     if data.dataset_type == "synthetic":
-        raise DataError("dataset_type=synthetic has no epoch; say how many samples")
+        raise DataError("dataset_type=synthetic has no dataset; name one")
     opener = DatasetOpener(data, vocab_size=vocab_size, split_name=split_name)
-    return opener.open(None, seed=data.data_shuffle_seed)
+    return opener.open(num_samples, seed=data.data_shuffle_seed)
