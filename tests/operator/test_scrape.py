@@ -65,13 +65,17 @@ def sample_of(page: str) -> HealthSample:
 
 
 @asynccontextmanager
-async def serving(body: bytes, *, status: int = 200, delay: float = 0) -> AsyncGenerator[int]:
+async def serving(
+    body: bytes, *, status: int = 200, delay: float = 0, endless: bool = False
+) -> AsyncGenerator[int]:
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=status)
         await response.prepare(request)
         for start in range(0, len(body), 65536):
             await asyncio.sleep(delay)
             await response.write(body[start : start + 65536])
+        while endless:
+            await response.write(b"#" * 65536)
         return response
 
     app = web.Application()
@@ -135,7 +139,7 @@ async def test_a_trickle_is_cut_off_at_the_same_time() -> None:
 
 @pytest.mark.asyncio
 async def test_a_page_without_end_is_refused_after_256_kib() -> None:
-    async with serving(PAGE.encode() + b"#" * (8 * MAX_PAGE_BYTES)) as port:
+    async with serving(PAGE.encode(), endless=True) as port:
         result = await scrape_of(port)
     assert isinstance(result, ScrapeFailure)
     assert result.reason == "TooLarge"
