@@ -47,6 +47,7 @@ def build_jobset(run: TrainingRun, *, attempt: int, restore_before_step: int | N
     spec: Manifest = {
         "suspend": False,
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "startupPolicy": {"startupPolicyOrder": "AnyOrder"},
         "successPolicy": {"operator": "All"},
         "failurePolicy": _failure_policy(run.spec.restarts),
         "replicatedJobs": [_replicated_job(run, attempt, restore_before_step)],

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lingcluster import container, operator_process
+from lingcluster import container, operator_process, sample_runs
 from lingcluster.audit import AuditLog
 from lingcluster.build import Builder, Programs, ProgramsUnavailableError
-from lingcluster.client import wait_for
+from lingcluster.client import Manifest, wait_for
 from lingcluster.container_setup import Timing
 from lingcluster.control_plane import ControlPlane
 from lingcluster.kubelet import ProcessKubelet
@@ -25,6 +26,8 @@ from lingcluster.loopback import LoopbackBlock
 from lingcluster.operator_process import OperatorAddresses, OperatorProcess, StartOperator
 from lingcluster.pod_spec import Image
 from lingcluster.processes import Session
+from lingcluster.story import Story
+from lingcluster.training_runs import TrainingRuns
 from lingcluster.workloads import SHELL_IMAGE
 
 HERE = Path(__file__).parent
@@ -32,6 +35,7 @@ METRICS_PORT = 9464
 _LOG_TAIL = 20_000
 _PROGRAMS = pytest.StashKey[Programs | str]()
 _SKIPPED = pytest.StashKey[str]()
+_LATENCIES = pytest.StashKey[dict[str, float]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -104,7 +108,9 @@ def programs(request: pytest.FixtureRequest) -> Programs:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Say once, and not in passing, what was not tested."""
+    """Say what was measured; and once, and not in passing, what was not tested."""
+    for path, seconds in config.stash.get(_LATENCIES, {}).items():
+        terminalreporter.write_line(f"from NaN to Halted: {seconds:5.2f} s {path}")
     if reason := config.stash.get(_SKIPPED, None):
         terminalreporter.write_line(
             "NOT TESTED: nothing ran against a real Kubernetes API server, scheduler or JobSet "
@@ -256,6 +262,68 @@ def start_operator(
     yield start
     for operator in started:
         operator.stop()
+
+
+@pytest.fixture
+def runs(control_plane: ControlPlane, namespace: str) -> TrainingRuns:
+    """The TrainingRuns of the test's namespace."""
+    return TrainingRuns(control_plane.client, namespace)
+
+
+@pytest.fixture
+def scripted_run(repository: Path, tmp_path: Path) -> Callable[..., Manifest]:
+    """`sample_runs.scripted_run` with the scripted trainer and a folder of the test's own."""
+    trainer = repository / "tests" / "operator" / "contract_trainer.py"
+    return functools.partial(
+        sample_runs.scripted_run, trainer=trainer, output=tmp_path / "scripted"
+    )
+
+
+@pytest.fixture(scope="session")
+def text_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a dataset of real text: sources of the Python standard library."""
+    prefix = tmp_path_factory.mktemp("data") / "stdlib"
+    sources = [json.__file__, *sorted(Path(json.__file__).parents[1].glob("t*.py"))]
+    program = [sys.executable, "-m", "ling_trainer", "data", "build"]
+    subprocess.run(
+        [*program, "--input", *map(str, sources), "--output", str(prefix)],
+        check=True,
+        capture_output=True,
+    )
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JAX's compilation cache, so that only the first trainer of a session compiles."""
+    own = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    return Path(own) if own else tmp_path_factory.mktemp("jax-cache")
+
+
+@pytest.fixture
+def real_run(
+    repository: Path, text_dataset: Path, compilation_cache: Path, tmp_path: Path
+) -> Callable[..., Manifest]:
+    """`sample_runs.small_real_run` on real text, with a folder of the test's own."""
+    return functools.partial(
+        sample_runs.small_real_run,
+        repository / "manifests" / "ling2-run.yaml",
+        dataset=text_dataset,
+        output=tmp_path / "real",
+        compilation_cache=compilation_cache,
+    )
+
+
+@pytest.fixture
+def story(tmp_path: Path, request: pytest.FixtureRequest) -> Story:
+    """The test's story; it lies beside the operator's log."""
+    return Story(tmp_path / f"{request.node.originalname}.log")
+
+
+@pytest.fixture
+def halt_latencies(pytestconfig: pytest.Config) -> dict[str, float]:
+    """Seconds from NaN to Halted by path, printed in the summary."""
+    return pytestconfig.stash.setdefault(_LATENCIES, {})
 
 
 @pytest.hookimpl(wrapper=True)

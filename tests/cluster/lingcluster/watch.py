@@ -1,0 +1,100 @@
+"""A watch that only records: every change of a collection, in the API server's order."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from lingcluster.client import Identity, Manifest
+
+
+@dataclass(frozen=True)
+class Change:
+    """One event of a watch.
+
+    Attributes:
+      time: when it arrived, in seconds since the epoch.
+      type: ADDED, MODIFIED or DELETED; what was there at the start counts as ADDED.
+      object: the object after the change.
+    """
+
+    time: float
+    type: str
+    object: Manifest
+
+
+class Recording:
+    """Record the changes of a collection from a thread, between entering and leaving.
+
+    Args:
+      identity: who asks.
+      path: the collection's.
+    """
+
+    def __init__(self, identity: Identity, path: str) -> None:
+        self.changes: list[Change] = []
+        self._path = f"{path}?watch=true"
+        self._headers = {"Authorization": f"Bearer {identity.token}"}
+        parts = urllib.parse.urlsplit(identity.server)
+        assert parts.hostname is not None
+        context = ssl.create_default_context(cafile=str(identity.certificate_authority))
+        self._connection = http.client.HTTPSConnection(parts.hostname, parts.port, context=context)
+        self._thread = threading.Thread(target=self._read, name=f"watch {path}", daemon=True)
+
+    def __enter__(self) -> Recording:
+        self._connection.request("GET", self._path, headers=self._headers)
+        self._socket = self._connection.sock
+        self._response = self._connection.getresponse()
+        assert self._response.status == 200, self._response.read()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        self._response.close()
+        self._connection.close()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+            while line := self._response.readline():
+                event = json.loads(line)
+                self.changes.append(Change(time.time(), event["type"], event["object"]))
+
+
+def first_time(changes: list[Change], holds: Callable[[Manifest], object]) -> float:
+    """Return when an object first was as `holds` wants it, in seconds since the epoch.
+
+    Raises:
+      StopIteration: none ever was.
+    """
+    return next(change.time for change in changes if holds(change.object))
+
+
+def terminations(changes: list[Change]) -> dict[str, Manifest]:
+    """Return how the first container of each pod ended, by the pod's name in order of creation.
+
+    A pod that had not ended when it was last seen maps to an empty state.
+    """
+    ends: dict[str, Manifest] = {}
+    for change in changes:
+        statuses = change.object["status"].get("containerStatuses") or [{}]
+        ended = statuses[0].get("state", {}).get("terminated")
+        name = change.object["metadata"]["name"]
+        ends[name] = ended or ends.get(name, {})
+    return ends
