@@ -14,7 +14,15 @@ import pytest
 
 from lingcluster import operator_process
 from lingcluster.audit import AuditLog
-from lingcluster.client import KubeClient, Manifest, find_condition, has_condition, wait_for
+from lingcluster.client import (
+    ApiError,
+    KubeClient,
+    Manifest,
+    find_condition,
+    has_condition,
+    load_manifests,
+    wait_for,
+)
 from lingcluster.control_plane import ControlPlane
 from lingcluster.kubelet import ProcessKubelet
 from lingcluster.operator_process import StartOperator
@@ -226,3 +234,23 @@ def test_suspend_resume_list_and_logs_from_the_command_line(
     run = wait_phase(look, "cli", "Complete")
     assert run["status"]["restarts"] == 0, "a pause is no restart"
     assert "spec.attempt: 1 -> 2" in ling("resume", "cli")
+
+
+@pytest.mark.usefixtures("operator_kubeconfig")
+def test_the_manifests_are_accepted_and_their_pod_meets_the_restricted_standard(
+    control_plane: ControlPlane, client: KubeClient, repository: Path
+) -> None:
+    folder = repository / "manifests" / "operator"
+    control_plane.kubectl("apply", "--dry-run=server", "-k", str(folder))
+    (deployment,) = load_manifests(folder / "deployment.yaml")
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "probe"},
+        "spec": deployment["spec"]["template"]["spec"],
+    }
+    path = f"/api/v1/namespaces/{operator_process.NAMESPACE}/pods"
+    client.create(path, pod, dryRun="All")
+    del pod["spec"]["containers"][0]["securityContext"]
+    with pytest.raises(ApiError, match="restricted"):
+        client.create(path, pod, dryRun="All")
