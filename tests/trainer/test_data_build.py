@@ -6,18 +6,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.processors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ling_trainer.data.build import (
-    BYTE_EOD_ID,
-    BYTE_VOCAB_SIZE,
-    build_dataset,
-    unigram_entropy,
-)
+from ling_trainer.cli import main
+from ling_trainer.data.build import build_dataset, unigram_entropy
 from ling_trainer.data.index_file import DataError
 from ling_trainer.data.indexed import IndexedDataset
 from ling_trainer.data.indexed_writer import write_indexed
+from ling_trainer.data.tokenizer import (
+    BYTE_EOD_ID,
+    BYTE_VOCAB_SIZE,
+    ByteTokenizer,
+    load_tokenizer,
+)
 
 
 def write(path: Path, raw: bytes | str) -> Path:
@@ -65,7 +71,9 @@ def test_files_and_json_lines_become_documents_in_order(tmp_path: Path) -> None:
 
 def test_the_end_of_document_can_be_left_out_and_the_key_be_another(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", '{"body": "ab"}\n')
-    report = build_dataset([source], tmp_path / "out", jsonl_key="body", append_eod=False)
+    report = build_dataset(
+        [source], tmp_path / "out", jsonl_key="body", tokenizer=ByteTokenizer(eod_id=None)
+    )
     assert report.tokens == 2
     assert texts(tmp_path / "out", eod=False) == ["ab"]
 
@@ -128,7 +136,11 @@ def test_input_without_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_unigram_entropy_is_that_of_the_token_frequencies(tmp_path: Path) -> None:
-    build_dataset([write(tmp_path / "a.txt", "aabbbbbb")], tmp_path / "ab", append_eod=False)
+    build_dataset(
+        [write(tmp_path / "a.txt", "aabbbbbb")],
+        tmp_path / "ab",
+        tokenizer=ByteTokenizer(eod_id=None),
+    )
     expected = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     assert unigram_entropy(tmp_path / "ab") == pytest.approx(expected, rel=1e-12)
     build_dataset([write(tmp_path / "b.txt", "aba")], tmp_path / "aba")
@@ -146,3 +158,92 @@ def test_unigram_entropy_refuses_data_without_meaning(tmp_path: Path) -> None:
         writer.end_document()
     with pytest.raises(DataError, match=r"negative\.bin, byte 4: negative token id"):
         unigram_entropy(tmp_path / "negative")
+
+
+# A tokenizer.json.
+
+WORDS = ["<unk>", "<bos>", "<end>", "the", "cat", "sat", "mat"]
+
+
+def write_tokenizer(path: Path, words: list[str] = WORDS) -> Path:
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<bos>", "<end>"])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizer_file_makes_the_ids_and_names_the_end(tmp_path: Path) -> None:
+    lines = '{"text": "the cat sat the mat"}\n{"text": ""}\n{"text": "dog <end> cat"}\n'
+    source = write(tmp_path / "a.jsonl", lines)
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t.json"), eod_token="<end>")
+    report = build_dataset([source], tmp_path / "out", tokenizer=tokenizer)
+    dataset = IndexedDataset.open(tmp_path / "out")
+    assert dataset.dtype == np.uint16
+    # Neither the file's truncation and padding nor its <bos>; a special token in the text is one.
+    assert [dataset.read(i).tolist() for i in range(2)] == [[3, 4, 5, 3, 6, 2], [0, 2, 4, 2]]
+    assert (report.vocab_size, report.eod_id) == (7, 2)
+    assert (report.documents, report.empty_documents, report.tokens) == (2, 1, 10)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(65_499, "uint16"), (65_500, "int32")])
+def test_the_vocabulary_decides_the_dtype(size: int, dtype: str, tmp_path: Path) -> None:
+    words = [*WORDS, *(f"w{i}" for i in range(size - len(WORDS)))]
+    path = write_tokenizer(tmp_path / "t.json", words)
+    source = write(tmp_path / "a.txt", f"the w{size - len(WORDS) - 1}")
+    tokenizer = load_tokenizer(path, eod_token="<end>")
+    report = build_dataset([source], tmp_path / "out", tokenizer=tokenizer)
+    dataset = IndexedDataset.open(tmp_path / "out")
+    assert report.vocab_size == size
+    assert dataset.dtype == np.dtype(dtype)
+    assert dataset.read(0).tolist() == [3, size - 1, 2]
+
+
+def test_documents_keep_their_order_whatever_their_number_and_size(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    sizes = random.integers(1, 40, 3000)
+    sizes[1500] = 400_000
+    documents = [random.choice(WORDS[3:], size).tolist() for size in sizes]
+    lines = "".join(json.dumps({"text": " ".join(words)}) + "\n" for words in documents)
+    source = write(tmp_path / "a.jsonl", lines)
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t.json"), eod_token=None)
+    build_dataset([source], tmp_path / "out", tokenizer=tokenizer)
+    dataset = IndexedDataset.open(tmp_path / "out")
+    assert len(dataset) == 3000
+    for i, words in enumerate(documents):
+        assert [WORDS[id_] for id_ in dataset.read(i)] == words
+
+
+def test_the_command_builds_with_a_tokenizer_and_says_what_to_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "a.txt", "the cat")
+    tokenizer = str(write_tokenizer(tmp_path / "t.json"))
+    build = ["data", "build", "--input", str(source), "--output", str(tmp_path / "out")]
+    assert main([*build, "--tokenizer", tokenizer, "--eod-token", "<end>"]) == 0
+    assert "vocab_size >= 7, eod_id=2\n" in capsys.readouterr().out
+    assert IndexedDataset.open(tmp_path / "out").read(0).tolist() == [3, 4, 2]
+    assert main([*build, "--tokenizer", tokenizer, "--no-eod"]) == 0
+    assert "no document was ended" in capsys.readouterr().out
+    assert IndexedDataset.open(tmp_path / "out").read(0).tolist() == [3, 4]
+    for wrong in (["--tokenizer", tokenizer], ["--eod-token", "<end>"]):
+        assert main([*build, *wrong]) == 2
+        assert "--eod-token" in capsys.readouterr().err
+
+
+def test_a_bad_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"t\.json: is no file"):
+        load_tokenizer(tmp_path / "t.json", eod_token=None)
+    write(tmp_path / "t.json", '{"model": 3}')
+    with pytest.raises(DataError, match=r"t\.json: is not a Hugging Face tokenizer"):
+        load_tokenizer(tmp_path / "t.json", eod_token=None)
+    write_tokenizer(tmp_path / "t.json")
+    with pytest.raises(DataError, match=r"has no token '<ende>'; .* such as <end>"):
+        load_tokenizer(tmp_path / "t.json", eod_token="<ende>")

@@ -85,7 +85,15 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--input", nargs="+", required=True, metavar="FILE", help="UTF-8 or JSONL")
     build.add_argument("--output", required=True, metavar="PREFIX", help="path without endings")
     build.add_argument("--jsonl-key", default="text", help="field of a JSON line (default: text)")
-    build.add_argument("--no-eod", action="store_true", help="do not end documents with id 256")
+    build.add_argument("--no-eod", action="store_true", help="do not end documents")
+    build.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="a Hugging Face tokenizer.json (default: a token is a byte, 256 ends a document)",
+    )
+    build.add_argument(
+        "--eod-token", metavar="TOKEN", help="token of --tokenizer that ends a document"
+    )
     build.set_defaults(call=_build)
 
     show = data.add_parser(
@@ -234,23 +242,37 @@ def _presets(options: argparse.Namespace) -> int:
 def _build(options: argparse.Namespace) -> int:
     from ling_trainer.data.build import build_dataset
     from ling_trainer.data.index_file import DataError
+    from ling_trainer.data.tokenizer import ByteTokenizer, load_tokenizer
 
+    given = options.eod_token is not None
+    if options.tokenizer and given == options.no_eod:
+        return _refuse_build("--tokenizer needs either --eod-token TOKEN or --no-eod")
+    if given and not options.tokenizer:
+        return _refuse_build("--eod-token needs --tokenizer; bytes are ended with id 256")
     try:
+        if options.tokenizer:
+            tokenizer = load_tokenizer(options.tokenizer, eod_token=options.eod_token)
+        else:
+            tokenizer = ByteTokenizer(eod_id=None) if options.no_eod else ByteTokenizer()
         report = build_dataset(
-            options.input,
-            options.output,
-            jsonl_key=options.jsonl_key,
-            append_eod=not options.no_eod,
+            options.input, options.output, jsonl_key=options.jsonl_key, tokenizer=tokenizer
         )
     except DataError as error:
         print(f"ling-train: {error}", file=sys.stderr)  # noqa: T201
         return ExitCode.DATA
+    ended = "no document was ended" if report.eod_id is None else f"eod_id={report.eod_id}"
     print(  # noqa: T201
         f"{report.prefix}.bin and .idx: {report.documents} documents, {report.tokens} tokens"
         f" ({report.empty_documents} empty documents left out)\n"
-        f"vocab_size >= {report.vocab_size}, eod_id={report.eod_id}, pad_id={report.eod_id}"
+        f"vocab_size >= {report.vocab_size}, {ended}"
+        + ("" if options.tokenizer or report.eod_id is None else f", pad_id={report.eod_id}")
     )
     return ExitCode.FINISHED
+
+
+def _refuse_build(problem: str) -> int:
+    print(f"ling-train: {problem}", file=sys.stderr)  # noqa: T201
+    return ExitCode.CONFIGURATION
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Text to Megatron .bin/.idx with a byte tokenizer: token ids 0-255 are the bytes of UTF-8."""
+"""Text to Megatron .bin/.idx."""
 
 import json
 import os
@@ -11,16 +11,16 @@ import numpy as np
 from ling_trainer.data.index_file import DataError, bad_byte, optimal_dtype
 from ling_trainer.data.indexed import IndexedDataset
 from ling_trainer.data.indexed_writer import write_indexed
+from ling_trainer.data.tokenizer import ByteTokenizer, TextTokenizer
 
 type Progress = Callable[[int, int], None]
-"""Told after each document: bytes read, bytes in all."""
+"""Told now and then, and at the end: bytes read, bytes in all."""
 
-BYTE_EOD_ID = 256
-"""Ends a document; the padding token as well."""
-BYTE_VOCAB_SIZE = 512
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
 _MAX_DOCUMENT_BYTES = np.iinfo(np.int32).max - 1
 _CHUNK_TOKENS = 1 << 24
+_GROUP_BYTES = 1 << 20
+_GROUP_DOCUMENTS = 1024
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class BuildReport:
       empty_documents: documents without text, left out.
       tokens: tokens written, ends of documents included.
       vocab_size: what model.vocab_size must be at least.
-      eod_id: what data.eod_id and data.pad_id must be.
+      eod_id: what data.eod_id must be, None where documents were not ended.
     """
 
     prefix: Path
     documents: int
     empty_documents: int
     tokens: int
-    vocab_size: int = BYTE_VOCAB_SIZE
-    eod_id: int = BYTE_EOD_ID
+    vocab_size: int
+    eod_id: int | None
 
 
 def build_dataset(
@@ -49,7 +49,7 @@ def build_dataset(
     output_prefix: str | os.PathLike[str],
     *,
     jsonl_key: str = "text",
-    append_eod: bool = True,
+    tokenizer: TextTokenizer | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Tokenize files into output_prefix.bin and output_prefix.idx.
@@ -62,7 +62,8 @@ def build_dataset(
       inputs: UTF-8 files.
       output_prefix: its folder is made if need be.
       jsonl_key: the field of a JSON line that holds the text.
-      append_eod: end each document with BYTE_EOD_ID.
+      tokenizer: makes token ids and says what ends a document; None: bytes. Its vocabulary decides
+        whether tokens are stored in two bytes or four.
       progress: told how far it is.
 
     Raises:
@@ -73,25 +74,38 @@ def build_dataset(
     total = sum(_size(path) for path in paths)
     prefix = Path(output_prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer = tokenizer or ByteTokenizer()
     documents = empty = tokens = 0
-    with write_indexed(prefix, optimal_dtype(BYTE_VOCAB_SIZE)) as writer:
-        for read, text in _documents(paths, jsonl_key):
-            if text:
-                ids = np.frombuffer(text, np.uint8).astype(np.uint16)
-                if append_eod:
-                    ids = np.append(ids, np.uint16(BYTE_EOD_ID))
-                writer.add_sequence(ids)
+    with write_indexed(prefix, optimal_dtype(tokenizer.vocab_size)) as writer:
+        for group in _groups(_documents(paths, jsonl_key)):
+            texts = [text for _, text in group if text]
+            empty += len(group) - len(texts)
+            for ids in tokenizer.encode(texts):
+                ended = ids if tokenizer.eod_id is None else np.append(ids, tokenizer.eod_id)
+                writer.add_sequence(ended)
                 writer.end_document()
                 documents += 1
-                tokens += len(ids)
-            else:
-                empty += 1
+                tokens += len(ended)
             if progress is not None:
-                progress(read, total)
+                progress(group[-1][0], total)
         if not documents:
             names = ", ".join(map(str, paths[:3])) or "nothing"
             raise DataError(f"inputs ({names}) hold no text; name files that do")
-    return BuildReport(prefix, documents, empty, tokens)
+    return BuildReport(prefix, documents, empty, tokens, tokenizer.vocab_size, tokenizer.eod_id)
+
+
+def _groups(documents: Iterable[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
+    """Gather documents, so that a tokenizer can use every core at once."""
+    group: list[tuple[int, bytes]] = []
+    size = 0
+    for read, text in documents:
+        group.append((read, text))
+        size += len(text)
+        if size >= _GROUP_BYTES or len(group) >= _GROUP_DOCUMENTS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def unigram_entropy(prefix: str | os.PathLike[str]) -> float:
