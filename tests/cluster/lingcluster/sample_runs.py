@@ -63,8 +63,8 @@ def scripted_run(
             "cpu": {"processes": 2},
             "run": {
                 "preset": "ling2_tiny",
-                "datasetType": "synthetic",
-                "baseOutputDirectory": str(output),
+                "dataset_type": "synthetic",
+                "base_output_directory": str(output),
                 "steps": steps,
             },
             "health": {"scrapeIntervalSeconds": SCRAPE_SECONDS},
