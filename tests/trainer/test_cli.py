@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ling_trainer.cli import load_config, main, settings_help
+from ling_trainer.cli import main
 from ling_trainer.config import RunConfig
+from ling_trainer.run_settings import load_config, settings_help
 from ling_trainer.schema import ConfigError, field_paths
 
 TINY = ["preset=ling2_tiny", "dataset_type=synthetic", "enable_checkpointing=false"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from ling_trainer.schema import ConfigError
@@ -95,6 +96,14 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         termination_log=Path(log) if log else None,
         fault_injection_allowed=environ.get("LING_ALLOW_FAULT_INJECTION") == "1",
     )
+
+
+def installed_version() -> str:
+    """Return the version of the installed package; "unknown" for a bare source tree."""
+    try:
+        return metadata.version("ling-tpu")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def group_of(environ: Mapping[str, str]) -> Group:

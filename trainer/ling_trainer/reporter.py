@@ -2,13 +2,12 @@
 
 import logging
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Self
 
 from ling_trainer.config import RunConfig
 from ling_trainer.console import Console
-from ling_trainer.environment import Environment
+from ling_trainer.environment import Environment, installed_version
 from ling_trainer.exporter import Exporter, Identity, Snapshot
 from ling_trainer.journal import Journal
 from ling_trainer.progress import Progress, fold, resumed_at
@@ -41,7 +40,7 @@ class Reporter:
                 processes=group.num_processes,
                 attempt=environment.attempt,
                 preset=config.preset or "",
-                version=_version(),
+                version=installed_version(),
             )
         )
         self._publish()
@@ -138,10 +137,3 @@ class Reporter:
                 log=self._log,
             )
         )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("ling-tpu")
-    except metadata.PackageNotFoundError:
-        return "unknown"
