@@ -58,13 +58,12 @@ def main():
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (rows, length + 1))
     places = np.tile(np.arange(length), (rows, 1))
     batch = Batch(
-        inputs=ids[:, :-1],
-        targets=ids[:, 1:],
-        positions=places,
-        segment_ids=1 + places // 12,
-        loss_mask=np.ones((rows, length), bool),
+        inputs=jnp.asarray(ids[:, :-1]),
+        targets=jnp.asarray(ids[:, 1:]),
+        positions=jnp.asarray(places),
+        segment_ids=jnp.asarray(1 + places // 12),
+        loss_mask=jnp.ones((rows, length), bool),
     )
-    batch = jax.tree.map(jnp.asarray, batch)
     initial = jax.jit(lambda: ling2.init_params(CONFIG, seed=3))
     params = initial()
     loss, gradients = jax.jit(jax.value_and_grad(objective), compiler_options=FAST_COMPILE)(

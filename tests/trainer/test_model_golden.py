@@ -165,7 +165,9 @@ def test_attention_of_one_layer_equals_the_golden(
 ) -> None:
     kind = "mla" if golden.config.is_mla(layer) else "lightning"
     empty = Block(golden.config, attention=kind, feed_forward="dense", rngs=nnx.Rngs(0))
-    block = nnx.merge(nnx.split(empty)[0], golden.params["prefix"][layer])
+    block = nnx.merge(
+        nnx.split(empty)[0], jax.tree.map(jnp.asarray, golden.params["prefix"][layer])
+    )
     tokens = Tokens(
         positions=golden.batch.positions,
         documents=None,
@@ -183,7 +185,7 @@ def test_attention_of_one_layer_equals_the_golden(
 def test_mixture_of_experts_of_one_layer_equals_the_golden(
     golden: SimpleNamespace, show_golden: Callable[..., None]
 ) -> None:
-    weights = jax.tree.map(lambda a: a[0], golden.params["groups"][0]["mlp"])
+    weights = jax.tree.map(lambda a: jnp.asarray(a[0]), golden.params["groups"][0]["mlp"])
     mixture = nnx.merge(nnx.split(MixtureOfExperts(golden.config, rngs=nnx.Rngs(0)))[0], weights)
     tokens = Tokens(
         positions=golden.batch.positions,

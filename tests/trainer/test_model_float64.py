@@ -1,0 +1,381 @@
+"""Ling2 in odd shapes against a float64 NumPy forward pass written from its specification.
+
+The reference reads Hugging Face's tensors, so it shares neither code nor layout with the model.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ling_trainer import convert
+from ling_trainer.batch import Batch
+from ling_trainer.config import ModelConfig
+from ling_trainer.model import ling2
+from ling_trainer.presets import ling2_tiny
+
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "moe_intermediate_size": 12,
+    "initializer_range": 0.2,
+    "chunk_size": 16,
+}
+ODD = SMALL | {  # no query compression, 6 heads of 16 = 96 wide, only an incomplete tail of MLA
+    "hidden_size": 64,
+    "num_hidden_layers": 5,
+    "layer_group_size": 3,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 6,
+    "head_dim": 16,
+    "group_norm_size": 3,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "rope_theta": 6e5,
+    "num_nextn_predict_layers": 0,
+}
+DEEP = SMALL | {  # two groups to scan, a tail, two prediction depths, two shared experts
+    "num_hidden_layers": 7,
+    "layer_group_size": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 3,
+    "head_dim": 8,
+    "group_norm_size": 3,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 3,
+    "num_shared_experts": 2,
+    "moe_shared_expert_intermediate_size": 7,
+    "num_nextn_predict_layers": 2,
+    "lightning_slope_layer_offset": 1,
+}
+
+
+@dataclasses.dataclass
+class Reference:
+    """The model in float64; `t` are Hugging Face's tensors."""
+
+    config: ModelConfig
+    t: dict[str, np.ndarray]
+    batch: Any
+    reset: bool
+    mtp_roll: str
+
+    def run(self) -> SimpleNamespace:
+        c, batch = self.config, self.batch
+        self.aux: list[Any] = []
+        self.z: list[Any] = []
+        self.counts: list[Any] = []
+        x = self.t["model.word_embeddings.weight"][batch.inputs]
+        for layer in range(c.num_hidden_layers):
+            x = self.block(x, layer)
+        states = [self.norm(x, "model.norm.weight", c.rms_norm_eps)]
+        ids = batch.inputs
+        for layer in range(c.num_hidden_layers, c.num_hidden_layers + c.num_nextn_predict_layers):
+            name = f"model.layers.{layer}."
+            ids = self.next_tokens(ids)
+            embedded = self.t["model.word_embeddings.weight"][ids]
+            joined = [
+                self.norm(embedded, name + "enorm.weight", c.rms_norm_eps),
+                self.norm(states[-1], name + "hnorm.weight", c.rms_norm_eps),
+            ]
+            x = self.block(self.linear(np.concatenate(joined, -1), name + "eh_proj"), layer)
+            states.append(self.norm(x, name + "final_layernorm.weight", c.rms_norm_eps))
+        logits = [self.linear(state, "lm_head") for state in states]
+        return SimpleNamespace(logits=logits, aux=self.aux, z=self.z, counts=self.counts)
+
+    def next_tokens(self, ids: np.ndarray) -> np.ndarray:
+        segments, rolled = self.batch.segment_ids, np.zeros_like(ids)
+        for b, t in np.ndindex(ids.shape[0], ids.shape[1] - 1):
+            inside = segments[b, t] == segments[b, t + 1] != 0
+            if self.mtp_roll == "plain" or inside:
+                rolled[b, t] = ids[b, t + 1]
+        return rolled
+
+    def block(self, x: np.ndarray, layer: int) -> np.ndarray:
+        c, name = self.config, f"model.layers.{layer}."
+        h = self.norm(x, name + "input_layernorm.weight", c.rms_norm_eps)
+        full, size = c.num_hidden_layers // c.layer_group_size, c.layer_group_size
+        mla = (layer + 1) % size == 0 or layer >= full * size or layer >= c.num_hidden_layers
+        x = x + (self.mla(h, name) if mla else self.lightning(h, name, layer))
+        h = self.norm(x, name + "post_attention_layernorm.weight", c.rms_norm_eps)
+        if layer < c.first_k_dense_replace:
+            return x + self.swiglu(h, name + "mlp.")
+        return x + self.moe(h, name + "mlp.")
+
+    def mla(self, x: np.ndarray, name: str) -> np.ndarray:
+        c, a = self.config, name + "attention."
+        nope, rope, heads = c.qk_nope_head_dim, c.qk_rope_head_dim, c.num_attention_heads
+        if c.q_lora_rank is None:
+            q = self.linear(x, a + "q_proj")
+        else:
+            q = self.norm(self.linear(x, a + "q_a_proj"), a + "q_a_layernorm.weight", 1e-6)
+            q = self.linear(q, a + "q_b_proj")
+        q = q.reshape(*x.shape[:2], heads, nope + rope)
+        down = self.linear(x, a + "kv_a_proj_with_mqa")
+        latent = self.norm(down[..., : c.kv_lora_rank], a + "kv_a_layernorm.weight", 1e-6)
+        kv = self.linear(latent, a + "kv_b_proj")
+        kv = kv.reshape(*x.shape[:2], heads, nope + c.v_head_dim)
+        angle = self.angles(rope)
+        turned_q = self.rotate_pairs(q[..., nope:], angle)
+        turned_k = self.rotate_pairs(down[..., None, c.kv_lora_rank :], angle)
+        scores = np.einsum("bqhd,bkhd->bhqk", q[..., :nope], kv[..., :nope])
+        scores = scores + np.einsum("bqhd,bkd->bhqk", turned_q, turned_k[:, :, 0])
+        seen = np.tril(np.ones((x.shape[1], x.shape[1]), bool))[None, None]
+        if self.reset:
+            s = self.batch.segment_ids
+            seen = seen & (s[:, None, :, None] == s[:, None, None, :])
+        scores = np.where(seen, scores / np.sqrt(nope + rope), -np.inf)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        p = p / p.sum(-1, keepdims=True)
+        o = np.einsum("bhqk,bkhd->bqhd", p, kv[..., nope:]).reshape(*x.shape[:2], -1)
+        return self.linear(o, a + "dense")
+
+    def lightning(self, x: np.ndarray, name: str, layer: int) -> np.ndarray:
+        c, a = self.config, name + "attention."
+        heads, width = c.num_attention_heads, c.head_dim
+        qkv = self.linear(x, a + "query_key_value").reshape(*x.shape[:2], 3, heads, width)
+        angle, turned = self.angles(c.rotary_dim), []
+        for part, norm in ((0, "query_layernorm"), (1, "key_layernorm")):
+            y = self.norm(qkv[:, :, part], a + norm + ".weight", c.rms_norm_eps)
+            half = c.rotary_dim // 2
+            first, second = y[..., :half], y[..., half : 2 * half]
+            cos, sin = np.cos(angle)[:, :, None], np.sin(angle)[:, :, None]
+            rotated = [first * cos - second * sin, second * cos + first * sin]
+            turned.append(np.concatenate([*rotated, y[..., 2 * half :]], -1))
+        q, k = turned
+        scale = 1 - (layer - c.lightning_slope_layer_offset) / (c.num_hidden_layers - 1) + 1e-5
+        decay = np.exp(-np.asarray(alibi(heads)) * scale)[:, None, None]
+        state, outputs = np.zeros((x.shape[0], heads, width, width)), []
+        s = self.batch.segment_ids
+        for t in range(x.shape[1]):
+            if self.reset and t:
+                state = state * (s[:, t] == s[:, t - 1])[:, None, None, None]
+            state = decay * state + np.einsum("bhd,bhe->bhde", k[:, t], qkv[:, t, 2])
+            outputs.append(np.einsum("bhd,bhde->bhe", q[:, t] / np.sqrt(width), state))
+        o = np.stack(outputs, 1).reshape(*x.shape[:2], c.group_norm_size, -1)
+        o = o / np.sqrt((o * o).mean(-1, keepdims=True) + c.rms_norm_eps)
+        o = o.reshape(*x.shape[:2], -1) * self.t[a + "g_norm.weight"]
+        gate = 1 / (1 + np.exp(-self.linear(x, a + "g_proj")))
+        return self.linear(o * gate, a + "dense")
+
+    def moe(self, x: np.ndarray, name: str) -> np.ndarray:
+        c, flat = self.config, x.reshape(-1, x.shape[-1])
+        experts, chosen_each, size = (
+            c.num_experts,
+            c.num_experts_per_tok,
+            c.num_experts // c.n_group,
+        )
+        scores = flat @ self.t[name + "gate.weight"].T
+        share = 1 / (1 + np.exp(-scores))
+        biased = share + self.t[name + "gate.expert_bias"]
+        valid = (self.batch.segment_ids != 0).ravel()
+        y, counts = np.zeros_like(flat), np.zeros(experts, int)
+        outputs = [self.swiglu(flat, f"{name}experts.{e}.") for e in range(experts)]
+        for t in range(len(flat)):
+            groups = biased[t].reshape(c.n_group, size)
+            best = np.sort(groups, -1)[:, -(chosen_each // c.topk_group) :].sum(-1)
+            kept = np.argsort(-best)[: c.topk_group]
+            allowed = np.isin(np.arange(experts) // size, kept)
+            chosen = np.argsort(-np.where(allowed, biased[t], -np.inf))[:chosen_each]
+            w = share[t, chosen]
+            w = w / (w.sum() + 1e-20) if chosen_each > 1 else w
+            for e, weight in zip(chosen, w * c.routed_scaling_factor, strict=True):
+                y[t] += weight * outputs[e][t]
+                counts[e] += valid[t]
+        total = max(valid.sum(), 1)
+        q = share[valid] / (share[valid].sum(-1, keepdims=True) + 1e-20)
+        load = np.bincount(np.argsort(-q, -1)[:, :chosen_each].ravel(), minlength=experts)
+        self.aux.append(experts / (chosen_each * total**2) * (load * q.sum(0)).sum())
+        self.z.append((np.log(np.exp(scores[valid]).sum(-1)) ** 2).sum() / total)
+        self.counts.append(counts)
+        if c.num_shared_experts:
+            y = y + self.swiglu(flat, name + "shared_experts.")
+        return y.reshape(x.shape)
+
+    def swiglu(self, x: np.ndarray, name: str) -> np.ndarray:
+        gate, up = self.linear(x, name + "gate_proj"), self.linear(x, name + "up_proj")
+        return self.linear(gate / (1 + np.exp(-gate)) * up, name + "down_proj")
+
+    def linear(self, x: np.ndarray, name: str) -> np.ndarray:
+        return x @ self.t[name + ".weight"].T
+
+    def norm(self, x: np.ndarray, name: str, eps: float) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * self.t[name]
+
+    def angles(self, width: int) -> np.ndarray:
+        frequencies = self.config.rope_theta ** (-np.arange(0, width, 2) / width)
+        return self.batch.positions[..., None] * frequencies
+
+    @staticmethod
+    def rotate_pairs(x: np.ndarray, angle: np.ndarray) -> np.ndarray:
+        turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)[:, :, None]
+        return np.stack([turned.real, turned.imag], -1).reshape(x.shape)
+
+
+def alibi(heads: int) -> list[float]:
+    if heads & (heads - 1) == 0:
+        return [2 ** (-8 * (i + 1) / heads) for i in range(heads)]
+    power = 1 << (heads.bit_length() - 1)
+    return alibi(power) + alibi(2 * power)[0::2][: heads - power]
+
+
+def objective(logits: Any, aux: Any, z: Any, directions: Any) -> Any:
+    """Some scalar that every output takes part in."""
+    terms = sum((x * d).mean() for x, d in zip(logits, directions, strict=True))
+    return terms + 0.5 * sum(aux) + 0.01 * sum(z)
+
+
+def make_case(change: dict[str, Any], *, reset: bool, mtp_roll: str) -> SimpleNamespace:
+    config = ModelConfig.model_validate(ling2_tiny()["model"] | change)
+    numbers = np.random.default_rng(7)
+    rows, length = 3, 70 if change is ODD else 37
+    places = np.tile(np.arange(length), (rows, 1))
+    if reset:
+        segments = 1 + (places >= 9) + (places >= 10) + (places >= 26)
+        positions = np.where(places < 9, places, np.where(places < 26, places - 10, places - 26))
+        positions = np.maximum(positions, 0)
+    else:
+        segments = (places < np.array([[length], [33], [5]])).astype(int)
+        positions = places
+    segments[2, -3:] = 0
+    batch = SimpleNamespace(
+        inputs=numbers.integers(0, config.vocab_size, (rows, length)),
+        segment_ids=segments,
+        positions=positions,
+    )
+    shapes = jax.eval_shape(lambda: ling2.init_params(config, seed=0))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            numbers.uniform(0.7, 1.3, x.shape)  # away from 1, or a forgotten norm would not show
+            if path[-1].key == "scale"
+            else numbers.normal(0, config.initializer_range, x.shape)
+        ).astype(np.float32),
+        shapes,
+    )
+    bias = numbers.normal(0, 0.1, (config.num_routers, config.num_experts)).astype(np.float32)
+    depths = range(1 + config.num_nextn_predict_layers)
+    shape = (rows, length, config.vocab_size)
+    directions = [numbers.normal(size=shape) * (segments != 0)[..., None] for _ in depths]
+    return SimpleNamespace(
+        config=config, batch=batch, params=params, bias=bias, directions=directions,
+        reset=reset, mtp_roll=mtp_roll,
+    )  # fmt: skip
+
+
+def reference(case: SimpleNamespace, params: Any) -> SimpleNamespace:
+    bias = np.asarray(case.bias, np.float64)
+    with_names = convert.params_to_hf(jax.tree.map(np.float32, params), case.config, bias)
+    tensors = {name: np.asarray(x, np.float64) for name, x in with_names.items()}
+    return Reference(case.config, tensors, case.batch, case.reset, case.mtp_roll).run()
+
+
+def model_value_and_gradient(case: SimpleNamespace, config: ModelConfig) -> Any:
+    batch = Batch(
+        inputs=jnp.asarray(case.batch.inputs),
+        targets=jnp.asarray(case.batch.inputs),
+        positions=jnp.asarray(case.batch.positions),
+        segment_ids=jnp.asarray(case.batch.segment_ids),
+        loss_mask=jnp.asarray(case.batch.segment_ids != 0),
+    )
+
+    def total(params: Any) -> Any:
+        out = ling2.apply(
+            params,
+            jnp.asarray(case.bias),
+            batch,
+            config=config,
+            loss_groups=1,
+            mtp_roll=case.mtp_roll,
+            reset_attention_mask=case.reset,
+        )
+        states = (out.hidden, *out.mtp_hidden)
+        logits = [ling2.logits(params, h, depth) for depth, h in enumerate(states)]
+        aux, z = out.router.aux[0], out.router.z[0]
+        return objective(logits, aux, z, case.directions), (logits, out.router)
+
+    step = jax.jit(jax.value_and_grad(total, has_aux=True), compiler_options=FAST_COMPILE)
+    return jax.device_get(step(case.params))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(ODD, False, "plain"), (DEEP, True, "segment"), (DEEP, False, "plain")],
+    ids=["odd_shapes", "packed_two_depths", "plain_two_depths"],
+)
+def case(request: pytest.FixtureRequest) -> SimpleNamespace:
+    change, reset, mtp_roll = request.param
+    case = make_case(change, reset=reset, mtp_roll=mtp_roll)
+    case.expected = reference(case, case.params)
+    (case.value, (case.logits, case.router)), case.gradients = model_value_and_gradient(
+        case, case.config
+    )
+    return case
+
+
+def test_logits_of_every_depth_equal_the_float64_reference(case: SimpleNamespace) -> None:
+    real = case.batch.segment_ids != 0
+    assert len(case.logits) == len(case.expected.logits) == len(case.directions)
+    for found, expected in zip(case.logits, case.expected.logits, strict=True):
+        scale = np.abs(expected[real]).max()
+        assert np.abs(found - expected)[real].max() <= 2e-5 * max(scale, 1.0)
+
+
+def test_router_statistics_equal_the_float64_reference(case: SimpleNamespace) -> None:
+    np.testing.assert_array_equal(case.router.expert_counts, case.expected.counts)
+    np.testing.assert_allclose(case.router.aux[0], case.expected.aux, rtol=1e-5)
+    np.testing.assert_allclose(case.router.z[0], case.expected.z, rtol=1e-5)
+
+
+def test_gradient_equals_central_differences_of_the_float64_reference(
+    case: SimpleNamespace,
+) -> None:
+    names = convert.params_to_hf(case.gradients, case.config)
+    weights = convert.params_to_hf(case.params, case.config, case.bias)
+    whole = np.sqrt(sum(float((g.astype(float) ** 2).sum()) for g in names.values()))
+    numbers = np.random.default_rng(11)
+    for _ in range(3):
+        # Each tensor weighs about the same, or large gradients would hide wrong small ones.
+        direction = {
+            name: numbers.normal(size=g.shape) / max(np.linalg.norm(g), 1e-3 * whole)
+            for name, g in names.items()
+        }
+
+        def along(step: float, direction: dict[str, np.ndarray] = direction) -> float:
+            tensors = {name: np.asarray(w, np.float64) for name, w in weights.items()}
+            tensors |= {name: tensors[name] + step * d for name, d in direction.items()}
+            run = Reference(case.config, tensors, case.batch, case.reset, case.mtp_roll).run()
+            return float(objective(run.logits, run.aux, run.z, case.directions))
+
+        epsilon = 1e-9 * whole  # larger steps change experts of some tokens
+        difference = (along(epsilon) - along(-epsilon)) / (2 * epsilon)
+        gradient = sum(float((names[n].astype(float) * d).sum()) for n, d in direction.items())
+        assert abs(gradient - difference) <= 2e-4 * np.sqrt(len(names)), (gradient, difference)
+
+
+def test_scanning_and_rematerialisation_do_not_change_the_result() -> None:
+    change = {"num_hidden_layers": 6, "num_nextn_predict_layers": 0}  # two groups to scan
+    case = make_case(DEEP | change, reset=True, mtp_roll="segment")
+    (expected, _), expected_gradients = model_value_and_gradient(case, case.config)
+    for update in ({"scan_layers": False}, {"remat_policy": "full"}):
+        config = case.config.model_copy(update=update)
+        (value, _), gradients = model_value_and_gradient(case, config)
+        assert abs(value - expected) <= 1e-6 * max(abs(expected), 1.0)
+        pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True)
+        for found, other in pairs:
+            assert np.abs(found - other).max() <= 1e-5 * np.abs(other).max()
