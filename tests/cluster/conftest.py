@@ -36,6 +36,7 @@ _LOG_TAIL = 20_000
 _PROGRAMS = pytest.StashKey[Programs | str]()
 _SKIPPED = pytest.StashKey[str]()
 _LATENCIES = pytest.StashKey[dict[str, float]]()
+_STORIES = pytest.StashKey[list[Path]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,6 +112,8 @@ def pytest_terminal_summary(
     """Say what was measured; and once, and not in passing, what was not tested."""
     for path, seconds in config.stash.get(_LATENCIES, {}).items():
         terminalreporter.write_line(f"from NaN to Halted: {seconds:5.2f} s {path}")
+    for path in config.stash.get(_STORIES, []):
+        terminalreporter.write_line(f"what was seen and when: {path}")
     if reason := config.stash.get(_SKIPPED, None):
         terminalreporter.write_line(
             "NOT TESTED: nothing ran against a real Kubernetes API server, scheduler or JobSet "
@@ -316,8 +319,10 @@ def real_run(
 
 @pytest.fixture
 def story(tmp_path: Path, request: pytest.FixtureRequest) -> Story:
-    """The test's story; it lies beside the operator's log."""
-    return Story(tmp_path / f"{request.node.originalname}.log")
+    """The test's story; it lies beside the operator's log, and the summary says where."""
+    story = Story(tmp_path / f"{request.node.originalname}.log")
+    request.config.stash.setdefault(_STORIES, []).append(story.path)
+    return story
 
 
 @pytest.fixture

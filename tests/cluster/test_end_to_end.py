@@ -23,9 +23,9 @@ from lingcluster.training_runs import TrainingRuns
 from lingcluster.watch import Change, Recording, first_time, terminations
 
 NAME = "ling2-run"
-FAULT_STEP = 400  # a checkpoint step as well
-STEPS = 440
-SCRAPE_SECONDS = 3
+FAULT_STEP = 500  # a checkpoint step as well
+STEPS = 540
+SCRAPE_SECONDS = 2
 
 
 @pytest.mark.slow
@@ -104,7 +104,6 @@ def test_a_diverging_run_is_halted_and_a_raised_attempt_finishes_it(
     assert [each for each in processes if each.is_alive()] == []
     assert kubelet.live_processes(namespace) == []
     story.tell("deleted: no JobSet, Job, pod, Service or process is left")
-    story.tell(f"this story: {story.path}")
 
 
 def _follow_the_steps(runs: TrainingRuns, kubectl: Callable[..., str], story: Story) -> None:

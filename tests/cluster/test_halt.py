@@ -155,7 +155,12 @@ def test_five_blocked_scrapes_give_no_verdict_and_the_run_goes_on(
     pod = runs.pod("blocked", 0)
     failed = _failed_scrapes(operator)
     kubelet.set_port(namespace, pod, state)
-    wait_for("five failed scrapes", lambda: _failed_scrapes(operator) >= failed + 5, timeout=60)
+    wait_for(
+        "five failed scrapes",
+        lambda: _failed_scrapes(operator) >= failed + 5,
+        timeout=60,
+        describe=lambda: runs.status("blocked"),
+    )
     runs.wait_condition("blocked", "MetricsAvailable", "False", "MetricsMissing")
     blocked = runs.get("blocked")
     assert blocked["status"]["phase"] == "Running"
