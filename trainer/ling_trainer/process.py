@@ -20,7 +20,7 @@ from ling_trainer.checkpoint import (
 )
 from ling_trainer.config import RunConfig
 from ling_trainer.console import set_up_logging
-from ling_trainer.data.index_file import DataError
+from ling_trainer.data.index_file import DataError, StorageError
 from ling_trainer.data.loader import Loader
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.source import SampleSource, open_source
@@ -222,6 +222,8 @@ def _ending_of(error: Exception, reporter: Reporter) -> Ending:
         known = error.ending
     elif isinstance(error, DataError):
         known = Ending(code=ExitCode.DATA, reason="InvalidData", message=str(error))
+    elif isinstance(error, StorageError):
+        known = Ending(code=ExitCode.RESTART, reason="StorageFailed", message=str(error))
     elif isinstance(error, ConfigError):
         known = Ending(code=ExitCode.CONFIGURATION, reason="InvalidConfig", message=str(error))
     else:

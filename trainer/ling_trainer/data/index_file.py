@@ -37,6 +37,10 @@ class DataError(ValueError):
     """Input data that cannot be used; the message says where it is wrong and what to do."""
 
 
+class StorageError(OSError):
+    """Remote storage did not answer in time. Another attempt of the run may have more luck."""
+
+
 def bad_byte(path: str | Path, byte: int, problem: str, remedy: str) -> DataError:
     """Build the DataError for a file that goes wrong at a byte."""
     return DataError(f"{path}, byte {byte}: {problem}; {remedy}")

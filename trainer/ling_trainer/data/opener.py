@@ -1,7 +1,7 @@
 """From a data path to datasets: each pair of files opened once, indices built, loaded or kept."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class DatasetOpener:
         self._split_name: SplitName = split_name
         self._own_path = data.split_path(split_name) is not None
         self._blend = self._parse()
-        opened = {prefix: IndexedDataset.open(prefix) for prefix in self._blend.prefixes}
+        opened = _open_all(self._blend.prefixes, data)
         self._indexed = [opened[prefix] for prefix in self._blend.prefixes]
         self._hashes: dict[str, str] = {}
 
@@ -195,6 +195,26 @@ class DatasetOpener:
         arrays = cached_arrays(data.blend_cache_dir, key, build)
         epochs = len(arrays["document_index"]) // len(documents)
         return GPTIndex(**arrays, num_epochs=epochs)
+
+
+def _open_all(prefixes: Iterable[str], data: DataConfig) -> dict[str, IndexedDataset]:
+    """Open each pair once."""
+    opened: dict[str, IndexedDataset] = {}
+    remote = [prefix for prefix in prefixes if prefix.startswith("gs://")]
+    if remote:
+        # Google's client takes a while to import, and local data need none of it.
+        from ling_trainer.data.gcs import Storage
+        from ling_trainer.data.remote import open_remote
+
+        storage = Storage(timeout=data.storage_timeout)
+        for prefix in remote:
+            opened[prefix] = open_remote(
+                prefix, cache_folder=data.blend_cache_dir, storage=storage
+            )
+    for prefix in prefixes:
+        if prefix not in opened:
+            opened[prefix] = IndexedDataset.open(prefix)
+    return opened
 
 
 def _check_turns(index: BlendIndex, members: Sequence[Dataset], blend: Blend) -> None:
