@@ -1,7 +1,10 @@
 """Global batches do not depend on who reads them, when, or after which restart."""
 
 import json
+import multiprocessing
+import pickle
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,9 +39,16 @@ DATA = DataConfig(
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
+def no_thread_and_no_process_is_left() -> Iterator[None]:
     yield
-    assert not [t.name for t in threading.enumerate() if t.name == "data-loader"]
+    left: list[str] = []
+    for _ in range(200):
+        left = [t.name for t in threading.enumerate() if "prefetch" in t.name]
+        left += [p.name for p in multiprocessing.active_children()]
+        if not left:
+            return
+        time.sleep(0.05)
+    raise AssertionError(left)
 
 
 def open_loader(
@@ -209,7 +219,7 @@ def test_a_resumed_loader_goes_on_where_the_first_would_have() -> None:
         assert_equal(ours, theirs)
 
 
-# The thread.
+# Reading ahead.
 
 
 class CountingSource:
@@ -253,7 +263,7 @@ def test_no_more_batches_are_read_ahead_than_asked_for() -> None:
         source.go_on.set()
 
 
-def test_an_error_of_the_thread_comes_with_the_batch_that_needed_it() -> None:
+def test_an_error_comes_with_the_batch_that_needed_it() -> None:
     with open_loader(source=CountingSource(fails_at=2 * BATCH)) as loader:
         next(loader)
         next(loader)
@@ -269,7 +279,7 @@ def test_a_loader_ends_after_the_last_step_and_stays_ended() -> None:
         assert next(loader, None) is None
 
 
-def test_closing_stops_a_thread_that_waits_for_room_and_can_be_repeated() -> None:
+def test_closing_stops_reading_and_can_be_repeated() -> None:
     source = CountingSource()
     loader = open_loader(source=source)
     with source.has_read:
@@ -277,4 +287,39 @@ def test_closing_stops_a_thread_that_waits_for_room_and_can_be_repeated() -> Non
     loader.close()
     loader.close()
     assert source.reads == DATA.prefetch * BATCH
-    assert len(list(loader)) == DATA.prefetch  # what was read is still there, then it ends
+    assert next(loader, None) is None
+
+
+# Other processes.
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_worker_processes_read_the_same_batches(workers: int) -> None:
+    with open_loader(start_step=1) as loader:
+        expected = list(loader)
+    data = DATA.model_copy(update={"grain_worker_count": workers})
+    with open_loader(data=data, start_step=1) as loader:
+        batches = list(loader)
+    assert len(batches) == STEPS - 1
+    for ours, theirs in zip(batches, expected, strict=True):
+        assert_equal(ours, theirs)
+
+
+def test_an_error_of_a_worker_process_is_the_same_error() -> None:
+    data = DATA.model_copy(update={"grain_worker_count": 1})
+    source = open_source(DATA, vocab_size=900, order=SampleOrder((BATCH * STEPS,)))
+    with (
+        open_loader(source=source, data=data) as loader,
+        pytest.raises(DataError, match=r"set model\.vocab_size to the tokenizer's"),
+    ):
+        list(loader)
+
+
+def test_a_source_is_pickled_as_what_it_was_opened_from() -> None:
+    source = open_source(DATA, vocab_size=1000, order=SampleOrder((50, 30)))
+    pickled = pickle.dumps(source)
+    assert len(pickled) < 5000
+    copy = pickle.loads(pickled)
+    assert copy.content == source.content
+    for i in range(80):
+        np.testing.assert_array_equal(copy.read(i).text, source.read(i).text)

@@ -94,7 +94,7 @@ def _refuse_build(problem: str) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from ling_trainer.data.index_file import DataError
+    from ling_trainer.data.index_file import DataError, StorageError
     from ling_trainer.data.show import open_samples, parse_range, save_samples, show_samples
 
     # No architecture and no checkpoint is needed to look at data, but a whole configuration is.
@@ -111,9 +111,14 @@ def _show(options: argparse.Namespace) -> int:
             print(json.dumps(line))  # noqa: T201
         if options.npz:
             save_samples(options.npz, dataset, numbers, config.data)
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, StorageError) as error:
         for line in str(error).splitlines():
             print(f"ling-train: {line}", file=sys.stderr)  # noqa: T201
-        data_is_bad = isinstance(error, DataError)
-        return ExitCode.DATA if data_is_bad else ExitCode.CONFIGURATION
+        match error:
+            case DataError():
+                return ExitCode.DATA
+            case StorageError():
+                return ExitCode.RESTART
+            case _:
+                return ExitCode.CONFIGURATION
     return ExitCode.FINISHED

@@ -1,17 +1,18 @@
-"""Batches of a run, step by step: this process's rows only, read ahead in a thread.
+"""Batches of a run, step by step: this process's rows only, read ahead.
 
 The order is a closed form of the step number: nothing else needs to be saved to resume, and any
 number of processes reads the same global batches.
 """
 
-import threading
 from collections.abc import Sequence
-from queue import SimpleQueue
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import grain
 import numpy as np
 import numpy.typing as npt
+from absl import flags
 
 from ling_trainer.config import DataConfig
 from ling_trainer.data.packing import PackedBatch, pack_samples
@@ -59,11 +60,39 @@ def sample_numbers(
     return step * global_batch_size + microbatch * (global_batch_size // num_microbatches) + place
 
 
-class Loader:
-    """Iterate over the batches of steps start_step to num_steps - 1, read ahead in a thread.
+@dataclass(frozen=True)
+class _RowReader:
+    """Reads rows of all steps, numbered one after the other; goes to worker processes."""
 
-    An error of the thread is raised by the `next` that needed its batch. Close it, or use it as a
-    context manager.
+    source: SampleSource
+    data: DataConfig
+    rows: Sequence[int]
+    global_batch_size: int
+    num_microbatches: int
+
+    def __call__(self, number: int) -> PackedBatch:
+        """Read row `number % len(rows)` of step `number // len(rows)`: a batch of one row."""
+        step, place = divmod(number, len(self.rows))
+        sample = sample_numbers(
+            step,
+            self.rows[place : place + 1],
+            global_batch_size=self.global_batch_size,
+            num_microbatches=self.num_microbatches,
+        )
+        return pack_samples([self.source.read(int(sample[0]))], self.data)
+
+
+def _join(rows: Sequence[PackedBatch]) -> PackedBatch:
+    return PackedBatch(*(np.concatenate(field) for field in zip(*rows, strict=True)))
+
+
+class Loader:
+    """Iterate over the batches of steps start_step to num_steps - 1, read ahead by Grain.
+
+    Rows are read in the order of their use, by data.grain_num_threads threads of this process or
+    of each of data.grain_worker_count others. An error comes with the `next` that needed its
+    batch, and with each one after it. The position of the iterator is the step. Close it, or use
+    it as a context manager.
     """
 
     def __init__(
@@ -80,28 +109,32 @@ class Loader:
         """Start reading.
 
         Args:
-          source: samples by number.
-          data: end-of-document and padding rules, and how many batches to read ahead.
+          source: samples by number; it goes to the worker processes by pickling.
+          data: end-of-document and padding rules, and how to read ahead.
           rows: this process's rows of the global batch, in order.
           global_batch_size: B, over all processes.
           num_microbatches: K, a divisor of B.
           start_step: first step, 0 or the step a checkpoint resumes at.
           num_steps: steps of the whole run.
         """
-        self._source = source
-        self._data = data
-        self._rows = rows
-        self._global_batch_size = global_batch_size
-        self._num_microbatches = num_microbatches
-        self._steps = range(start_step, num_steps)
-        # A free place a batch: the thread takes one before it reads, `next` gives it back.
-        self._places = threading.Semaphore(data.prefetch)
-        self._ready: SimpleQueue[PackedBatch | BaseException] = SimpleQueue()
+        self._reader = _RowReader(source, data, rows, global_batch_size, num_microbatches)
         self._end: BaseException | None = None
-        self._closed = threading.Event()
-        # A daemon, so that a read that never returns cannot keep a process alive.
-        self._thread = threading.Thread(target=self._read_ahead, name="data-loader", daemon=True)
-        self._thread.start()
+        ahead = data.prefetch * len(rows)
+        dataset = (
+            grain.MapDataset.range(start_step * len(rows), num_steps * len(rows))
+            .map(self._reader)
+            .to_iter_dataset(grain.ReadOptions(data.grain_num_threads, ahead))
+        )
+        if data.grain_worker_count:
+            # Grain looks at absl's flags there, which nobody parses in a program that has none.
+            if not flags.FLAGS.is_parsed():
+                flags.FLAGS.mark_as_parsed()
+            each = -(-ahead // data.grain_worker_count)
+            options = grain.MultiprocessingOptions(data.grain_worker_count, each)
+            dataset = dataset.mp_prefetch(options)
+        batches = dataset.batch(len(rows), drop_remainder=True, batch_fn=_join)
+        self._iterator: grain.DatasetIterator[PackedBatch] = iter(batches)
+        self._iterator.start_prefetch()
 
     def batch_at(self, step: int) -> PackedBatch:
         """Read this process's rows of one step, now and in this thread.
@@ -109,13 +142,8 @@ class Loader:
         Returns:
           The batch, each field [len(rows), S].
         """
-        numbers = sample_numbers(
-            step,
-            self._rows,
-            global_batch_size=self._global_batch_size,
-            num_microbatches=self._num_microbatches,
-        )
-        return pack_samples([self._source.read(number) for number in numbers.tolist()], self._data)
+        count = len(self._reader.rows)
+        return _join([self._reader(number) for number in range(step * count, (step + 1) * count)])
 
     def __iter__(self) -> Self:
         return self
@@ -123,18 +151,17 @@ class Loader:
     def __next__(self) -> PackedBatch:
         if self._end is not None:
             raise self._end
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            self._end = item
-            raise item
-        self._places.release()
-        return item
+        try:
+            return next(self._iterator)
+        except BaseException as error:
+            self._end = error
+            raise
 
     def close(self) -> None:
-        """Stop reading and wait for the thread; a `next` that waits ends the iteration."""
-        self._closed.set()
-        self._places.release()
-        self._thread.join()
+        """Stop reading ahead; a `next` after it ends the iteration. May be repeated."""
+        if self._end is None:
+            self._end = StopIteration()
+        self._iterator.close()
 
     def __enter__(self) -> Self:
         return self
@@ -146,15 +173,3 @@ class Loader:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _read_ahead(self) -> None:
-        end: BaseException = StopIteration()
-        try:
-            for step in self._steps:
-                self._places.acquire()
-                if self._closed.is_set():
-                    break
-                self._ready.put(self.batch_at(step))
-        except BaseException as error:
-            end = error
-        self._ready.put(end)

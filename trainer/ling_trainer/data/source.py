@@ -1,7 +1,9 @@
 """Where samples come from: Megatron files in a pinned order, or synthetic text."""
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ling_trainer.config import DataConfig
 from ling_trainer.data.gpt import SplitName
@@ -27,11 +29,24 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PinnedDataset:
-    """A split in the order of a SampleOrder: one dataset a segment, all over the same data."""
+    """A split in the order of a SampleOrder: one dataset a segment, all over the same data.
+
+    Pickled, it is what it was opened from: who unpickles it opens the files for itself.
+
+    Attributes:
+      order: of the samples.
+      segments: one a segment of the order.
+      content: see SampleSource.
+      opened_from: arguments of open_source.
+    """
 
     order: SampleOrder
     segments: tuple[Dataset, ...]
     content: tuple[str, ...]
+    opened_from: Mapping[str, Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(open_source, **self.opened_from), ()
 
     def read(self, i: int) -> Sample:
         """Read sample i of the run.
@@ -67,6 +82,12 @@ def open_source(
             pad_id=data.pad_id,
             extra_token=data.add_extra_token_to_sequence,
         )
+    opened_from = {
+        "data": data,
+        "vocab_size": vocab_size,
+        "order": order,
+        "split_name": split_name,
+    }
     opener = DatasetOpener(data, vocab_size=vocab_size, split_name=split_name)
     if data.dataset_type == "mmap_npy":
         # The arrays are pinned already: they say what sample i is, whatever is asked for.
@@ -75,7 +96,7 @@ def open_source(
         opener.open(size, seed=data.data_shuffle_seed + number)
         for number, size in enumerate(order.sizes)
     )
-    return PinnedDataset(order, segments, opener.content())
+    return PinnedDataset(order, segments, opener.content(), opened_from)
 
 
 def open_dataset(
