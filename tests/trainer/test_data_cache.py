@@ -201,6 +201,11 @@ def test_a_folder_that_cannot_be_written_is_done_without(
     assert "not kept in blend_cache_dir" in caplog.text
 
 
+def test_the_folder_must_be_a_local_one() -> None:
+    with pytest.raises(ValueError, match="blend_cache_dir=gs://b/c is not a local folder"):
+        settings(None, blend_cache_dir="gs://b/c")
+
+
 # What a checkpoint knows of its data.
 
 

@@ -219,6 +219,28 @@ def test_a_resumed_loader_goes_on_where_the_first_would_have() -> None:
         assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (3, 6)])
+def test_a_resume_on_another_number_of_hosts_goes_on_with_the_same_global_batches(
+    before: int, after: int
+) -> None:
+    data = DATA.model_copy(update={"dataset_path": f"{GOLDEN / 'ds_a'},0.7;{GOLDEN / 'ds_c'},0.3"})
+
+    def read(hosts: int, *, start: int, stop: int) -> list[PackedBatch]:
+        """Let every host read its rows, as a process of its own would."""
+        parts: list[list[PackedBatch]] = []
+        for host in range(hosts):
+            rows = process_rows(global_batch_size=BATCH, process_index=host, process_count=hosts)
+            with open_loader(rows, data=data, start_step=start) as loader:
+                parts.append([next(loader) for _ in range(stop - start)])
+        steps = zip(*parts, strict=True)
+        return [PackedBatch(*map(np.concatenate, zip(*step, strict=True))) for step in steps]
+
+    whole = read(1, start=0, stop=STEPS)
+    resumed = read(before, start=0, stop=2) + read(after, start=2, stop=STEPS)
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert_equal(ours, theirs)
+
+
 # Reading ahead.
 
 

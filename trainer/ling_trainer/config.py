@@ -247,7 +247,8 @@ class DataConfig(Schema):
     prefetch: PositiveInt = 2
     """Global batches read ahead of the step."""
     grain_worker_count: Count = 0
-    """Processes that read ahead; 0 reads in threads of the training process."""
+    """Processes that read ahead, each of them seconds in starting; 0 reads in threads of the
+    training process."""
     grain_num_threads: PositiveInt = 2
     """Threads that read samples, in each process that reads; more of them hide the latency of
     remote storage."""
@@ -280,6 +281,10 @@ class DataConfig(Schema):
                 self.dataset_type == "synthetic" or has_own or self.dataset_path is not None,
                 f"dataset_path is not set; dataset_type={self.dataset_type} needs the prefix of a "
                 ".bin/.idx pair",
+            ),
+            (
+                not (self.blend_cache_dir or "").startswith("gs://"),
+                f"blend_cache_dir={self.blend_cache_dir} is not a local folder; name one",
             ),
             (
                 self.blend_index_dir is None or self.dataset_type == "mmap_npy",
