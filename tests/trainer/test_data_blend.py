@@ -179,8 +179,12 @@ def test_an_extended_blend_keeps_every_sample() -> None:
 
 
 def test_what_a_blend_cannot_give_is_refused() -> None:
-    with pytest.raises(DataError, match="has 255 samples without repeating and the run needs 256"):
-        open_part(settings(dataset_path=f"{A};{C}"), 256)
+    lengths_only = settings(dataset_path=f"{A};{C}")
+    assert len(open_part(lengths_only, 256)) == 255
+    with pytest.raises(
+        DataError, match=r"ds_c has 255 samples .* and the run needs 256; give the"
+    ):
+        open_source(lengths_only, vocab_size=1000, order=SampleOrder((256,)))
     with pytest.raises(DataError, match="blended by weight have no epoch"):
         open_part(settings(dataset_path=f"{A},1;{C},1"), None)
     with pytest.raises(DataError, match=r"data.dataset_path: .*'/b' has no weight"):

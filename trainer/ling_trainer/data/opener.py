@@ -79,11 +79,16 @@ class DatasetOpener:
         return self._hashes[indexed.prefix]
 
     def open(self, num_samples: int | None, *, seed: int) -> Dataset:
-        """Build or load the indices of num_samples, or of one epoch for None."""
+        """Build or load the indices of num_samples, or of one epoch for None.
+
+        Returns:
+          The samples; fewer than asked for where a blend without weights or ready-made indices
+          have no more.
+        """
         weights = self._blend.weights
         # With a path of its own for each split, Megatron drops the weight of a single dataset.
         if len(self._indexed) == 1 and (weights is None or self._own_path):
-            return self._enough(self._member(0, num_samples, seed=seed), num_samples)
+            return self._member(0, num_samples, seed=seed)
         if weights is not None and num_samples is None:
             raise DataError("data blended by weight have no epoch; say how many samples")
         shares = None if weights is None else normalize(weights)
@@ -91,18 +96,7 @@ class DatasetOpener:
         members = [self._member(i, size, seed=seed) for i, size in enumerate(sizes)]
         index = self._blend_index(shares, members, num_samples)
         _check_turns(index, members, self._blend)
-        return self._enough(BlendedDataset(members, index), num_samples)
-
-    def _enough(self, dataset: Dataset, needed: int | None) -> Dataset:
-        if needed is not None and len(dataset) < needed:
-            ready = self._data.dataset_type == "mmap_npy"
-            remedy = "make longer indices" if ready else "give the datasets weights"
-            raise DataError(
-                f"the {self._split_name} part of {', '.join(self._blend.prefixes)} has "
-                f"{len(dataset)} samples without repeating and the run needs {needed}; {remedy}, "
-                "or lower steps"
-            )
-        return dataset
+        return BlendedDataset(members, index)
 
     def _member_sizes(
         self, shares: Sequence[float] | None, num_samples: int | None

@@ -96,6 +96,15 @@ def open_source(
         opener.open(size, seed=data.data_shuffle_seed + number)
         for number, size in enumerate(order.sizes)
     )
+    for size, segment in zip(order.sizes, segments, strict=True):
+        if len(segment) < size:
+            ready = data.dataset_type == "mmap_npy"
+            remedy = "make longer indices" if ready else "give the datasets weights"
+            raise DataError(
+                f"the {split_name} part of {data.split_path(split_name) or data.dataset_path} has "
+                f"{len(segment)} samples without repeating and the run needs {size}; {remedy}, "
+                "or lower steps"
+            )
     return PinnedDataset(order, segments, opener.content(), opened_from)
 
 
