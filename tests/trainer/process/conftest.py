@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +30,8 @@ MODEL = {
     "n_group": 2, "topk_group": 2, "moe_intermediate_size": 16, "chunk_size": 16,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
+
+MANY_STEPS = 60
 
 
 @dataclass
@@ -187,15 +188,30 @@ def launch(tmp_path: Path, dataset: str, compilation_cache: Path) -> Iterator[La
 @pytest.fixture(scope="session")
 def uninterrupted(
     tmp_path_factory: pytest.TempPathFactory, dataset: str, compilation_cache: Path
-) -> Processes:
-    """Ten steps of one process, never disturbed: what others are compared with."""
-    launcher = Launcher(tmp_path_factory.mktemp("uninterrupted"), dataset, compilation_cache)
-    group = launcher("run")
-    try:
-        assert group.wait() == [0], group.output()
-    finally:
-        group.kill()
-    return group
+) -> Callable[[int], Processes]:
+    """MANY_STEPS steps of so many processes, never disturbed: what others are compared with."""
+    done: dict[int, Processes] = {}
+
+    def run(processes: int) -> Processes:
+        if processes not in done:
+            folder = tmp_path_factory.mktemp(f"uninterrupted-{processes}")
+            group = Launcher(folder, dataset, compilation_cache)(
+                "run", {"steps": MANY_STEPS}, processes=processes
+            )
+            try:
+                assert set(group.wait()) == {0}, group.output()
+            finally:
+                group.kill()
+            done[processes] = group
+        return done[processes]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def many_steps() -> int:
+    """How many: at some 30 ms a step, a signal sent at the fifth lands well before the last."""
+    return MANY_STEPS
 
 
 @pytest.fixture(scope="session")
@@ -243,8 +259,3 @@ def read_journal(run_directory: Path) -> list[dict[str, Any]]:
 
     lines = (run_directory / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=refuse) for line in lines]
-
-
-@pytest.fixture
-def signals() -> type[signal.Signals]:
-    return signal.Signals

@@ -14,8 +14,6 @@ from ling_trainer.data.source import open_source
 
 pytestmark = pytest.mark.slow
 
-MANY = 60  # at some 30 ms a step a signal lands well before the last
-
 
 def losses(journal: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return [(line["step"], line["learning/loss"]) for line in journal]
@@ -41,58 +39,58 @@ def next_batch(processes: Any, step: int, dataset: str) -> bytes:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_sigterm_and_a_restart_change_no_leaf_no_loss_and_no_batch(
-    launch, read_back, dataset, processes
+    launch, read_back, dataset, uninterrupted, many_steps, processes
 ):
-    whole = launch("whole", {"steps": MANY}, processes=processes)
-    assert set(whole.wait()) == {0}, whole.output()
-
-    first = launch("cut", {"steps": MANY}, processes=processes)
+    first = launch("cut", {"steps": many_steps}, processes=processes)
     first.until(r" step=5 ")
     for process in first.popen:
         process.send_signal(signal.SIGTERM)
     assert set(first.wait()) == {143}, first.output()
     (stopped_at,) = {int(first.message(i)["step"]) for i in range(processes)}
-    assert 5 <= stopped_at < MANY
+    assert 5 <= stopped_at < many_steps
     assert stopped_at in read_back.steps(first.run_directory)
 
-    second = launch("cut", {"steps": MANY}, processes=processes)
+    second = launch("cut", {"steps": many_steps}, processes=processes)
     assert set(second.wait()) == {0}, second.output()
     assert f"restored the checkpoint of step {stopped_at}" in second.output()
     assert f" step={stopped_at} " not in second.output()
-    assert read_back.hashes(second.run_directory, MANY) == read_back.hashes(
-        whole.run_directory, MANY
-    )
-    assert losses(read_back.journal(second.run_directory)) == losses(
-        read_back.journal(whole.run_directory)
-    )
-    assert next_batch(second, MANY, dataset) == next_batch(whole, MANY, dataset)
+    whole = uninterrupted(processes)
+    assert_same(read_back, second, whole, many_steps)
+    assert next_batch(second, many_steps, dataset) == next_batch(whole, many_steps, dataset)
 
 
-def test_a_save_that_sigkill_interrupts_is_never_restored(launch, read_back, uninterrupted):
+def assert_same(read_back: Any, ours: Any, theirs: Any, step: int) -> None:
+    """Compare every leaf of the checkpoint of a step, and the loss of every step."""
+    hashes = [read_back.hashes(run.run_directory, step) for run in (ours, theirs)]
+    assert hashes[0] == hashes[1]
+    journals = [read_back.journal(run.run_directory) for run in (ours, theirs)]
+    assert losses(journals[0]) == losses(journals[1])
+    assert len(journals[0]) == step
+
+
+def test_a_save_that_sigkill_interrupts_is_never_restored(
+    launch, read_back, uninterrupted, many_steps
+):
     fault = {"fault.enabled": True, "fault_kind": "sigkill", "fault_step": 6}
-    first = launch("killed", fault | {"checkpoint_period": 1})
+    first = launch("killed", fault | {"steps": many_steps, "checkpoint_period": 1})
     assert first.wait() == [137], first.output()
     half_done = list((first.run_directory / "checkpoints").glob("5.*tmp*"))
     assert half_done, "the save of step 5 was complete: the kill came too late to prove anything"
     assert max(read_back.steps(first.run_directory)) == 4
 
-    second = launch("killed", {"checkpoint_period": 1})
+    second = launch("killed", {"steps": many_steps})
     assert second.wait() == [0], second.output()
     assert "restored the checkpoint of step 4" in second.output()
-    assert read_back.hashes(second.run_directory, 10) == read_back.hashes(
-        uninterrupted.run_directory, 10
+    assert_same(read_back, second, uninterrupted(1), many_steps)
+
+
+def test_two_processes_compute_what_one_does(read_back, uninterrupted):
+    two, one = (
+        [line["learning/loss"] for line in read_back.journal(uninterrupted(n).run_directory)]
+        for n in (2, 1)
     )
-    steps = [line["step"] for line in read_back.journal(second.run_directory)]
-    assert steps == list(range(1, 11))
-
-
-def test_two_processes_compute_what_one_does(launch, read_back, uninterrupted):
-    two = launch("two", processes=2)
-    assert two.wait() == [0, 0], two.output()
-    ours = [line["learning/loss"] for line in read_back.journal(two.run_directory)]
-    theirs = [line["learning/loss"] for line in read_back.journal(uninterrupted.run_directory)]
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
-    assert ours[9] == pytest.approx(theirs[9], rel=1e-4)
+    assert two[0] == pytest.approx(one[0], rel=1e-6)
+    assert two[9] == pytest.approx(one[9], rel=1e-4)
 
 
 def test_a_raised_attempt_goes_on_before_the_bad_step_and_its_restarts_do_not_repeat_that(
@@ -103,24 +101,27 @@ def test_a_raised_attempt_goes_on_before_the_bad_step_and_its_restarts_do_not_re
     assert read_back.steps(first.run_directory) == [5, 10]
     told = {"LING_ATTEMPT": "2", "LING_RESTORE_BEFORE_STEP": "8"}
 
-    killed = {"fault.enabled": True, "fault_kind": "sigkill", "fault_step": 14}
-    second = launch("spike", killed | {"steps": 15, "checkpoint_period": 6}, environ=told)
+    killed = {"fault.enabled": True, "fault_kind": "sigkill", "fault_step": 19}
+    second = launch("spike", killed | {"steps": 20, "checkpoint_period": 6}, environ=told)
     assert second.wait() == [137], second.output()
     assert "restored the checkpoint of step 5" in second.output()
     assert "discarded the checkpoint of step 10" in second.output()
-    assert read_back.steps(second.run_directory) == [5, 6, 12]
+    assert read_back.steps(second.run_directory) == [5, 6, 12]  # that of 18 was interrupted
 
-    third = launch("spike", {"steps": 15}, environ=told)
+    third = launch("spike", {"steps": 20}, environ=told)
     assert third.wait() == [0], third.output()
     assert "restored the checkpoint of step 12" in third.output()
 
 
-def test_a_finished_run_that_is_started_again_exits_0_without_compiling(launch, read_back):
-    first = launch("done")
-    assert first.wait() == [0], first.output()
+def test_a_finished_run_that_is_started_again_exits_0_without_compiling(
+    launch, uninterrupted, many_steps
+):
+    first = uninterrupted(1)
     before = (first.run_directory / "metrics.jsonl").read_bytes()
-    again = launch("done")
+    place = {"base_output_directory": str(first.run_directory.parent)}
+    again = launch("run", place | {"steps": many_steps})
     assert again.wait() == [0], again.output()
     assert again.message()["reason"] == "Finished"
+    assert again.message()["step"] == str(many_steps)
     assert "restored" not in again.output()
     assert (first.run_directory / "metrics.jsonl").read_bytes() == before
