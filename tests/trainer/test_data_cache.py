@@ -111,22 +111,25 @@ def test_data_that_moved_keep_their_entries_and_data_that_changed_do_not(tmp_pat
     cache, home = tmp_path / "cache", tmp_path / "home"
     home.mkdir()
 
-    def copy(name: str) -> None:
-        for suffix in (".bin", ".idx"):
-            shutil.copy(GOLDEN / f"{name}{suffix}", home / f"ds{suffix}")
-
     def read(prefix: Path) -> np.ndarray:
         return texts(settings(cache, dataset_path=str(prefix), split="1,0,0"))
 
     read(GOLDEN / "ds_a")
     before = entries(cache)
-    copy("ds_a")
+    for suffix in (".bin", ".idx"):
+        shutil.copy(GOLDEN / f"ds_a{suffix}", home / f"ds{suffix}")
     read(home / "ds")
     assert entries(cache) == before
-    copy("ds_c")
+    # As many documents and tokens at the same path, cut in other places.
+    tokens = np.fromfile(GOLDEN / "ds_a.bin", "<u2")
+    cuts = np.sort(np.random.default_rng(0).integers(0, len(tokens), 1199))
+    with write_indexed(home / "ds", np.uint16) as writer:
+        for document in np.split(tokens, cuts):
+            writer.add_sequence(document)
+            writer.end_document()
     ours = read(home / "ds")
     assert len(entries(cache)) == len(before) + 1
-    plain = settings(None, dataset_path=str(GOLDEN / "ds_c"), split="1,0,0")
+    plain = settings(None, dataset_path=str(home / "ds"), split="1,0,0")
     np.testing.assert_array_equal(ours, texts(plain))
 
 
