@@ -31,7 +31,7 @@ lint: $(READY) ## ruff, import-linter, codespell
 	@.venv/bin/ruff check $(CODE)
 	@.venv/bin/ruff format --check $(CODE)
 	@.venv/bin/lint-imports
-	@.venv/bin/codespell operator trainer tests scripts docs manifests README.md CONTRIBUTING.md CHANGELOG.md
+	@.venv/bin/codespell operator trainer tests scripts benchmarks docs manifests README.md CONTRIBUTING.md CHANGELOG.md
 
 types: $(READY) ## pyright
 	@.venv/bin/pyright

@@ -130,8 +130,8 @@ def judge(state: HealthState, policy: HealthPolicy) -> Verdict:
         reason=reason,
         message=(
             f"From step {state.first_nonfinite_step} on the {what} {state.value or 'not finite'}; "
-            f"steps in a row: {longest}, allowed: {rule.consecutive_steps - 1} "
-            "(spec.health.nonFinite.consecutiveSteps)."
+            f"{longest} in a row, and spec.health.nonFinite.consecutiveSteps is "
+            f"{rule.consecutive_steps}."
         ),
         action=rule.action,
         step=state.first_nonfinite_step,
