@@ -1,5 +1,6 @@
 """Global batches do not depend on who reads them, when, or after which restart."""
 
+import gc
 import json
 import multiprocessing
 import pickle
@@ -41,6 +42,8 @@ DATA = DataConfig(
 @pytest.fixture(autouse=True)
 def no_thread_and_no_process_is_left() -> Iterator[None]:
     yield
+    # Python 3.12.1 warns where semaphores of workers are collected while new ones are made.
+    gc.collect()
     left: list[str] = []
     for _ in range(200):
         left = [t.name for t in threading.enumerate() if "prefetch" in t.name]

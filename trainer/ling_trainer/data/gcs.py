@@ -9,6 +9,7 @@ import http.client
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -71,6 +72,8 @@ class StoredObject:
 class Storage:
     """Looks objects up and reads them. Safe to use from many threads.
 
+    Each of its own threads has a connection of its own; they end with it.
+
     Attributes:
       timeout: seconds after which a read is given up, all its attempts together.
       attempt_timeout: seconds after which one attempt is, whether the server is silent or slow.
@@ -81,6 +84,8 @@ class Storage:
         self.timeout = timeout
         self.attempt_timeout = attempt_timeout
         self._local = threading.local()
+        self._clients: list[Any] = []
+        weakref.finalize(self, _disconnect, self._clients)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="gcs")
 
     def look_up(self, url: str) -> StoredObject:
@@ -182,6 +187,7 @@ class Storage:
     def _client(self) -> Any:
         if not hasattr(self._local, "client"):
             self._local.client = storage.Client()
+            self._clients.append(self._local.client)
         return self._local.client
 
 
@@ -204,6 +210,11 @@ class _Task[T]:
     due: float = 0.0
     future: "Future[T] | None" = None
     results: list[T] = field(default_factory=list)
+
+
+def _disconnect(clients: Sequence[Any]) -> None:
+    for client in clients:
+        client.close()
 
 
 def _first_line(error: BaseException) -> str:
