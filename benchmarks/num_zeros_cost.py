@@ -67,6 +67,7 @@ def compile_step(state: Any, batch: Batch) -> Callable[[Any, Batch], Any]:
 
 def cpu_seconds(compiled: Callable[[Any, Batch], Any], state: Any, batch: Batch) -> float:
     """CPU seconds of one step, averaged over STEPS."""
+    report: Any = None
     began = time.process_time()
     for _ in range(STEPS):
         state, report = compiled(state, batch)
@@ -90,7 +91,8 @@ def main() -> None:
         uncounted = compile_step(state, batch)
     sides: dict[str, list[float]] = {"counted": [], "uncounted": []}
     for _ in range(2):  # warm-up
-        cpu_seconds(counted, state, batch), cpu_seconds(uncounted, state, batch)
+        cpu_seconds(counted, state, batch)
+        cpu_seconds(uncounted, state, batch)
     for _ in range(ROUNDS):
         sides["counted"].append(cpu_seconds(counted, state, batch))
         sides["uncounted"].append(cpu_seconds(uncounted, state, batch))

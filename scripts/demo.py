@@ -101,6 +101,14 @@ def diverging_object() -> Path:
     return target
 
 
+def check_halt() -> None:
+    """Insist that the halt is on record, at the step and for the reason of the fault."""
+    document = json.loads((DEMO / "runs" / "ling2-nan" / "trainingrun.json").read_text())
+    halt = document["status"]["halt"]
+    if (halt["reason"], halt["step"]) != ("NonFiniteLoss", NAN_STEP):
+        sys.exit(f"error: the halt on record is {halt}")
+
+
 def main() -> None:
     """Run the demo."""
     started = time.monotonic()
@@ -129,12 +137,14 @@ def main() -> None:
         LING_ALLOW_FAULT_INJECTION="1",
     )
 
+    check_halt()
+
     say(f"done in {time.monotonic() - started:.0f} s")
     for what, path in (
         ("loss plot", picture),
         ("metrics", DEMO / "runs" / "ling2-run" / "metrics.jsonl"),
         ("checkpoints", DEMO / "runs" / "ling2-run" / "checkpoints"),
-        ("the halted run's status", DEMO / "runs" / "ling2-nan" / "status.json"),
+        ("the halted run's object", DEMO / "runs" / "ling2-nan" / "trainingrun.json"),
     ):
         print(f"{what + ':':<26}{path.relative_to(ROOT)}")
 
