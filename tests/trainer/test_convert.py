@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from ling_trainer import convert
-from ling_trainer.config import ModelConfig
 from ling_trainer.model import ling2
+from ling_trainer.model_config import ModelConfig
 from ling_trainer.presets import ling2_tiny
 
 FOLDER = Path(__file__).parents[1] / "golden" / "ling" / "ling_v2_5_tiny"

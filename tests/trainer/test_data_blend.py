@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ling_trainer.config import DataConfig
 from ling_trainer.data.blend import (
     Blend,
     build_blend_index,
@@ -22,6 +21,7 @@ from ling_trainer.data.opener import Dataset
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.samples import BlendedDataset, GPTDataset
 from ling_trainer.data.source import open_dataset, open_source
+from ling_trainer.data_config import DataConfig
 from ling_trainer.schema import ConfigError
 from ling_trainer.settings import resolve
 

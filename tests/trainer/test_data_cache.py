@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ling_trainer.config import DataConfig
 from ling_trainer.data.gpt import SplitName
 from ling_trainer.data.index_file import DataError
 from ling_trainer.data.indexed_writer import write_indexed
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.source import open_source
+from ling_trainer.data_config import DataConfig
 from ling_trainer.run_record import RunRecord, check_data_content
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
 ORDER = SampleOrder((300,))
 OPEN = """
 import sys, hashlib
-from ling_trainer.config import DataConfig
+from ling_trainer.data_config import DataConfig
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.source import open_source
 data = DataConfig.model_validate_json(sys.argv[1])

@@ -21,7 +21,6 @@ import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage as google_storage
 
-from ling_trainer.config import DataConfig
 from ling_trainer.data.gcs import Storage
 from ling_trainer.data.index_file import DataError, StorageError
 from ling_trainer.data.indexed import IndexedDataset
@@ -30,6 +29,7 @@ from ling_trainer.data.loader import Loader
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.remote import open_remote
 from ling_trainer.data.source import open_source
+from ling_trainer.data_config import DataConfig
 
 type Fault = Literal["503", "429", "reset", "truncate", "stall", "drip", "403"]
 

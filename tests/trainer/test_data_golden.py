@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ling_trainer.config import DataConfig
 from ling_trainer.data.gpt import SPLITS, SplitName
 from ling_trainer.data.opener import Dataset
 from ling_trainer.data.packing import PackedBatch, document_bounds, pack_samples
 from ling_trainer.data.samples import BlendedDataset, GPTDataset, Sample
 from ling_trainer.data.source import open_dataset
+from ling_trainer.data_config import DataConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
 CASES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "meta.json").read_text())["cases"]

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from ling_trainer.batch import split_microbatches
-from ling_trainer.config import DataConfig
 from ling_trainer.data.index_file import DataError
 from ling_trainer.data.loader import Loader, process_rows, sample_numbers
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.packing import PackedBatch
 from ling_trainer.data.samples import Sample
 from ling_trainer.data.source import SampleSource, open_source
+from ling_trainer.data_config import DataConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
 SAMPLER = json.loads((GOLDEN / "sampler.json").read_text())

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ling_trainer.config import DataConfig
 from ling_trainer.data.index_file import DataError
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.source import open_source
+from ling_trainer.data_config import DataConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=5).map(tuple)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ling_trainer.config import DataConfig
 from ling_trainer.data.index_file import DataError
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.packing import pack_samples
 from ling_trainer.data.source import SampleSource, open_source
+from ling_trainer.data_config import DataConfig
 from ling_trainer.schema import ConfigError
 from ling_trainer.settings import resolve
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ling_trainer.config import ModelConfig
 from ling_trainer.model.gla import (
     base_slopes,
     lightning_attention,
     log_decays,
     recurrent_attention,
 )
+from ling_trainer.model_config import ModelConfig
 from ling_trainer.presets import ling2_tiny
 
 FILE = Path(__file__).parents[1] / "golden" / "ling" / "op_lightning" / "lightning.safetensors"

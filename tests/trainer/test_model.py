@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ling_trainer.batch import Batch
-from ling_trainer.config import ModelConfig
 from ling_trainer.model import ling2
+from ling_trainer.model_config import ModelConfig
 from ling_trainer.presets import ling2 as ling2_preset
 from ling_trainer.presets import ling2_tiny
 

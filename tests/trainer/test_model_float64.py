@@ -14,8 +14,8 @@ import pytest
 
 from ling_trainer import convert
 from ling_trainer.batch import Batch
-from ling_trainer.config import ModelConfig
 from ling_trainer.model import ling2
+from ling_trainer.model_config import ModelConfig
 from ling_trainer.presets import ling2_tiny
 
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

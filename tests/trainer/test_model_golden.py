@@ -15,12 +15,12 @@ from safetensors.numpy import load_file
 
 from ling_trainer import convert
 from ling_trainer.batch import Batch
-from ling_trainer.config import ModelConfig
 from ling_trainer.model import ling2
 from ling_trainer.model.block import Block
 from ling_trainer.model.gla import log_decays
 from ling_trainer.model.layers import Tokens
 from ling_trainer.model.moe import MixtureOfExperts
+from ling_trainer.model_config import ModelConfig
 
 FOLDER = Path(__file__).parents[1] / "golden" / "ling" / "ling_v2_5_tiny"
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

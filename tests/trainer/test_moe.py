@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ling_trainer.config import ModelConfig
 from ling_trainer.model.layers import Tokens
 from ling_trainer.model.moe import (
     Routing,
@@ -21,6 +20,7 @@ from ling_trainer.model.moe import (
     router_stats,
     sorted_experts,
 )
+from ling_trainer.model_config import ModelConfig
 from ling_trainer.presets import ling2_tiny
 
 FOLDER = Path(__file__).parents[1] / "golden"

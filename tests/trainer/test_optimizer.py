@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from ling_trainer.config import ModelConfig, OptimizerConfig
+from ling_trainer.config import OptimizerConfig
+from ling_trainer.model_config import ModelConfig
 from ling_trainer.optimizer import (
     clip_factor,
     decay_mask,

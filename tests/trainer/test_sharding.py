@@ -9,8 +9,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from ling_trainer.config import MeshConfig, ModelConfig
+from ling_trainer.config import MeshConfig
 from ling_trainer.model import ling2
+from ling_trainer.model_config import ModelConfig
 from ling_trainer.presets import ling2_tiny
 from ling_trainer.schema import ConfigError
 from ling_trainer.sharding import batch_sharding, make_mesh, param_shardings, replicated

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from ling_trainer.config import ModelConfig
 from ling_trainer.model.hf_layout import (
     Leaf,
     Tensors,
@@ -22,6 +21,7 @@ from ling_trainer.model.hf_layout import (
     model_leaves,
 )
 from ling_trainer.model.ling2 import Params, layer_layout
+from ling_trainer.model_config import ModelConfig
 from ling_trainer.presets import Settings
 
 _ARCHITECTURE = "BailingMoeV2_5ForCausalLM"

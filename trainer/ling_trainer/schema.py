@@ -3,9 +3,15 @@
 import types
 import typing
 from collections.abc import Iterable
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
+
+type PositiveInt = Annotated[int, Field(ge=1)]
+type Count = Annotated[int, Field(ge=0)]
+type NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+type Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigError(ValueError):

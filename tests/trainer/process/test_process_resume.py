@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ling_trainer.config import DataConfig
 from ling_trainer.data.loader import Loader
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.source import open_source
+from ling_trainer.data_config import DataConfig
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from absl import flags
 
-from ling_trainer.config import DataConfig
 from ling_trainer.data.packing import PackedBatch, pack_samples
 from ling_trainer.data.source import SampleSource
+from ling_trainer.data_config import DataConfig
 
 
 def process_rows(*, global_batch_size: int, process_index: int, process_count: int) -> range:

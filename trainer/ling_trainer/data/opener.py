@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ling_trainer.config import DataConfig
 from ling_trainer.data.blend import (
     Blend,
     BlendIndex,
@@ -29,6 +28,7 @@ from ling_trainer.data.ready_index import (
     load_gpt_index,
 )
 from ling_trainer.data.samples import BlendedDataset, GPTDataset
+from ling_trainer.data_config import DataConfig
 
 type Dataset = GPTDataset | BlendedDataset
 

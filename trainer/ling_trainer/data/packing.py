@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ling_trainer.config import DataConfig
 from ling_trainer.data.samples import NO_PAD, Sample
+from ling_trainer.data_config import DataConfig
 
 
 class PackedBatch(NamedTuple):

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ling_trainer.config import DataConfig, RunConfig
+from ling_trainer.config import RunConfig
 from ling_trainer.data.gpt import SplitName
 from ling_trainer.data.opener import Dataset
 from ling_trainer.data.packing import pack_samples
 from ling_trainer.data.samples import Sample
 from ling_trainer.data.source import open_dataset
+from ling_trainer.data_config import DataConfig
 from ling_trainer.schema import ConfigError
 
 FIELDS = {

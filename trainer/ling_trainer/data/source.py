@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ling_trainer.config import DataConfig
 from ling_trainer.data.gpt import SplitName
 from ling_trainer.data.index_file import DataError
 from ling_trainer.data.opener import Dataset, DatasetOpener
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.samples import Sample
 from ling_trainer.data.synthetic import SyntheticDataset
+from ling_trainer.data_config import DataConfig
 
 
 class SampleSource(Protocol):

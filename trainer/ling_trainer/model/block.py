@@ -6,11 +6,11 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from ling_trainer.config import ModelConfig
 from ling_trainer.model.gla import LightningAttention
 from ling_trainer.model.layers import RMSNorm, SwiGLU, Tokens
 from ling_trainer.model.mla import MultiHeadLatentAttention
 from ling_trainer.model.moe import LayerStats, MixtureOfExperts
+from ling_trainer.model_config import ModelConfig
 
 type Attention = Literal["mla", "lightning"]
 type FeedForward = Literal["dense", "moe"]

@@ -14,7 +14,6 @@ from flax import nnx, struct
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from ling_trainer.config import ModelConfig
 from ling_trainer.model.layers import (
     RMSNorm,
     Tokens,
@@ -23,6 +22,7 @@ from ling_trainer.model.layers import (
     project,
     rotate_half_split,
 )
+from ling_trainer.model_config import ModelConfig
 
 
 @no_type_check

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from ling_trainer.config import ModelConfig
+from ling_trainer.model_config import ModelConfig
 
 type Tensors = dict[str, Shaped[np.ndarray, "..."]]
 

@@ -26,13 +26,13 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from ling_trainer.batch import Batch
-from ling_trainer.config import ModelConfig
 from ling_trainer.model.block import Block
 from ling_trainer.model.gla import log_decays
 from ling_trainer.model.layers import RMSNorm, Tokens, normal
 from ling_trainer.model.moe import LayerStats
 from ling_trainer.model.mtp import PredictionDepth, Roll, roll
 from ling_trainer.model.outputs import ModelOutputs, RouterStats
+from ling_trainer.model_config import ModelConfig
 from ling_trainer.sharding import constrain_rows
 
 type Params = dict[str, Any]

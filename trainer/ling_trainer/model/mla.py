@@ -9,7 +9,6 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from ling_trainer.config import ModelConfig
 from ling_trainer.model.layers import (
     RMSNorm,
     Tokens,
@@ -18,6 +17,7 @@ from ling_trainer.model.layers import (
     project,
     rotate_interleaved,
 )
+from ling_trainer.model_config import ModelConfig
 
 # The norms of the compressed streams have this epsilon in the reference, not rms_norm_eps.
 _LATENT_EPS = 1e-6

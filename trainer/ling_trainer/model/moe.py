@@ -14,8 +14,8 @@ from flax import nnx, struct
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from ling_trainer.config import ModelConfig
 from ling_trainer.model.layers import SwiGLU, Tokens, normal, precision, swiglu, weight
+from ling_trainer.model_config import ModelConfig
 
 # Above this many experts, computing every expert for every token costs more than sorting.
 _MOST_DENSE_EXPERTS = 32

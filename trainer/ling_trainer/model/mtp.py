@@ -12,10 +12,10 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
-from ling_trainer.config import ModelConfig
 from ling_trainer.model.block import Block
 from ling_trainer.model.layers import RMSNorm, Tokens, normal, project
 from ling_trainer.model.moe import LayerStats
+from ling_trainer.model_config import ModelConfig
 
 type Roll = Literal["segment", "plain"]
 
