@@ -11,7 +11,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as cpu_only all that needs neither an accelerator nor the control plane."""
+    """Mark what needs neither accelerator nor control plane, and run the control plane's last.
+
+    Then quick failures come first, and no control plane idles beside the trainer's tests.
+    """
+    items.sort(key=lambda item: "cluster" in item.path.parts)
     for item in items:
         if not {"cluster", "device"} & {mark.name for mark in item.iter_markers()}:
             item.add_marker(pytest.mark.cpu_only)

@@ -115,8 +115,11 @@ class ProcessKubelet:
         ready.cancel()
         if not self._main.done():
             self._ready.set()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._main
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._main
+        finally:
+            await _close_connections()
 
     # Levers. Each names a pod by namespace and name and raises LookupError for one that does
     # not run.
@@ -204,3 +207,19 @@ class ProcessKubelet:
 
     def _call[T](self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_ANSWER_TIMEOUT)
+
+
+async def _close_connections() -> None:
+    """Close what cancelled requests left open, before the loop that could close it is gone.
+
+    A connection on its way when its request is cancelled belongs to nobody; pytest would end a
+    green session with an error about it.
+    """
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    loop: Any = asyncio.get_running_loop()
+    for transport in list(loop._transports.values()):
+        transport.abort()
+    await asyncio.sleep(0.1)  # a transport closes its socket in the loop's next turn
