@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from ling_trainer.environment import NUM_PROCESSES, Group
 
 _JAX_MARGIN_SECONDS = 60
 _PROBE_SECONDS = 2.0
+_POLL_SECONDS = 1.0
+_COORDINATOR_MARGIN_SECONDS = 5
 _TCP_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED = "01"
 
@@ -37,9 +40,10 @@ def initialize(
     if group.num_processes == 1:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    timer = threading.Timer(start_timeout, lambda: on_timeout(_incomplete(group, start_timeout)))
-    timer.daemon = True
-    timer.start()
+    arrived = threading.Event()
+    threading.Thread(
+        target=_watch, args=(group, start_timeout, arrived, on_timeout), daemon=True
+    ).start()
     host = f"[{bind_ip}]" if ":" in bind_ip else bind_ip
     try:
         jax.distributed.initialize(
@@ -54,7 +58,7 @@ def initialize(
         message = f"process {group.process_id} cannot join {group.coordinator}: {error}"
         raise EndRun(_restart(message)) from error
     finally:
-        timer.cancel()
+        arrived.set()
 
 
 @contextlib.contextmanager
@@ -92,11 +96,35 @@ def seen_processes(port: int) -> int | None:
     )
 
 
-def _incomplete(group: Group, start_timeout: int) -> Ending:
-    """Say who is missing, as far as this process can know."""
+def _watch(
+    group: Group,
+    start_timeout: int,
+    arrived: threading.Event,
+    on_timeout: Callable[[Ending], object],
+) -> None:
+    """Call on_timeout unless the group is complete in time.
+
+    Process 0 waits a little longer and keeps the largest number it saw: peers whose own time is
+    up first leave, and would not be counted at the end.
+    """
+    if group.process_id:
+        if not arrived.wait(start_timeout):
+            on_timeout(_incomplete(group, start_timeout, seen=None))
+        return
+    deadline = time.monotonic() + start_timeout + _COORDINATOR_MARGIN_SECONDS
+    seen = seen_processes(group.coordinator_port)
+    while not arrived.wait(_POLL_SECONDS):
+        if time.monotonic() > deadline:
+            on_timeout(_incomplete(group, start_timeout, seen=seen))
+            return
+        if seen is not None:
+            seen = max(seen, seen_processes(group.coordinator_port) or 0)
+
+
+def _incomplete(group: Group, start_timeout: int, *, seen: int | None) -> Ending:
+    """Say who is missing, as far as this process can know; `seen` is process 0's count."""
     expected, within = group.num_processes, f"within distributed.start_timeout={start_timeout} s"
     if group.process_id == 0:
-        seen = seen_processes(group.coordinator_port)
         found = "an unknown number" if seen is None else str(seen)
     elif _answers(group.coordinator):
         found = f"2 or more (process {group.process_id} and the coordinator)"

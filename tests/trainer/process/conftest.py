@@ -41,6 +41,7 @@ class Processes:
     folder: Path
     popen: list[subprocess.Popen[bytes]]
     run_directory: Path
+    port: int  # of the coordinator, where there are several
 
     def wait(self, timeout: float = 300) -> list[int]:
         """Return every exit code, 128 + n for signal n as a shell has it."""
@@ -120,7 +121,7 @@ class Launcher:
                         stderr=subprocess.STDOUT,
                     )
                 )
-        group = Processes(folder, popen, self.folder / "runs" / run_name)
+        group = Processes(folder, popen, self.folder / "runs" / run_name, port)
         self.started.append(group)
         return group
 

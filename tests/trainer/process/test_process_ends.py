@@ -11,6 +11,8 @@ import urllib.request
 
 import pytest
 
+from ling_trainer.distributed import seen_processes
+
 pytestmark = pytest.mark.slow
 
 NAN_AT_4 = {"fault.enabled": True, "fault_kind": "nan_loss", "fault_step": 4}
@@ -75,8 +77,20 @@ def test_a_wrong_process_count_asks_for_a_restart_and_says_who_was_seen(launch):
     run = launch("missing", {"distributed.start_timeout": 20}, processes=2, expected=3)
     assert run.wait() == [42, 42], run.output()
     assert "expected 3 processes, seen 2 within" in run.message(0)["message"]
-    assert "expected 3 processes, seen 2 or more" in run.message(1)["message"]
-    assert run.message(0)["reason"] == "DistributedStartFailed"
+    for process in range(2):
+        assert run.message(process)["reason"] == "DistributedStartFailed"
+
+
+def test_a_peer_that_gave_up_first_is_still_counted(launch):
+    run = launch("gave-up", {"distributed.start_timeout": 20}, processes=2, expected=3)
+    deadline = time.monotonic() + 120
+    while seen_processes(run.port) != 2:
+        assert time.monotonic() < deadline, run.output()
+        time.sleep(0.1)
+    time.sleep(1.5)  # process 0 looks once a second
+    run.popen[1].kill()
+    assert run.wait() == [42, 137], run.output()
+    assert "expected 3 processes, seen 2 within" in run.message(0)["message"]
 
 
 def test_sigterm_while_waiting_for_peers_ends_at_once(launch):
