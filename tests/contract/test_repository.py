@@ -51,12 +51,11 @@ def test_locks_are_hashed_and_name_no_host(repository: Path) -> None:
 
 @pytest.mark.parametrize("package", ["operator", "trainer"])
 def test_source_files_are_short_enough_to_read(repository: Path, package: str) -> None:
-    """Three hundred lines, and a few; the operator's schema is one file and is allowed more."""
-    allowed = {"api.py": 420}
+    """Three hundred lines, and a few."""
     long = {
         path.name: lines
         for path in (repository / package).rglob("*.py")
-        if (lines := len(path.read_text().splitlines())) > allowed.get(path.name, 320)
+        if (lines := len(path.read_text().splitlines())) > 320
     }
     assert not long
 
