@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ling_trainer.compare_cli import add_compare_verb
 from ling_trainer.config import RunConfig
 from ling_trainer.data_cli import add_data_verbs
 from ling_trainer.ends import Ending, ExitCode, write_termination_message
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     presets.set_defaults(call=_presets)
 
     add_data_verbs(verbs)
+    add_compare_verb(verbs)
     return parser
 
 
