@@ -71,7 +71,7 @@ CHECKPOINT_PERIOD=${CHECKPOINT_PERIOD:-1000}
 
 LEARNING_RATE=${LEARNING_RATE:-3.36e-4}
 WARMUP_STEPS=${WARMUP_STEPS:-250}
-LR_SCHEDULE=${LR_SCHEDULE:-constant}
+LR_DECAY_STYLE=${LR_DECAY_STYLE:-constant}
 ADAM_B1=${ADAM_B1:-0.9}
 ADAM_B2=${ADAM_B2:-0.95}
 ADAM_EPS=${ADAM_EPS:-1e-8}
@@ -122,7 +122,7 @@ settings=(
   # optimizer
   learning_rate="$LEARNING_RATE"
   warmup_steps="$WARMUP_STEPS"
-  lr_schedule="$LR_SCHEDULE"
+  lr_decay_style="$LR_DECAY_STYLE"
   adam_b1="$ADAM_B1"
   adam_b2="$ADAM_B2"
   adam_eps="$ADAM_EPS"

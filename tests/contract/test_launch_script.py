@@ -64,7 +64,7 @@ def test_every_variable_of_the_script_can_be_set_from_outside(
     passed = dict(re.findall(r'^ *([a-z_0-9]+)="\'?\$([A-Z_0-9]+)', text, flags=re.M))
     values = {
         "split": "9,1",
-        "lr_schedule": "constant",
+        "lr_decay_style": "constant",
         "bias_update": "megatron",
         "mtp_roll": "plain",
     }

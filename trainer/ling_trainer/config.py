@@ -28,7 +28,11 @@ MaxText's where MaxText has one. Megatron's flags map as follows:
 | --data-cache-path                 | blend_cache_dir                                 |
 | --eod-mask-loss                   | eod_mask_loss                                   |
 | --reset-attention-mask            | reset_attention_mask                            |
-| --lr, --lr-warmup-iters           | learning_rate, warmup_steps                     |
+| --lr, --min-lr                    | learning_rate, min_lr                           |
+| --lr-warmup-iters, --lr-warmup-init | warmup_steps, lr_warmup_init                  |
+| --lr-decay-style                  | lr_decay_style                                  |
+| --lr-decay-iters                  | learning_rate_schedule_steps                    |
+| --lr-wsd-decay-style, -iters      | lr_wsd_decay_style, wsd_decay_steps             |
 | --adam-beta1/2, --adam-eps        | adam_b1, adam_b2, adam_eps                      |
 | --weight-decay, --clip-grad       | adam_weight_decay, gradient_clipping_threshold  |
 | --init-method-std                 | initializer_range                               |
@@ -41,28 +45,8 @@ from pydantic import Field, model_validator
 
 from ling_trainer.data_config import DataConfig
 from ling_trainer.model_config import ModelConfig
-from ling_trainer.schema import Count, Fraction, NonNegative, PositiveInt, Schema, require
-
-
-class OptimizerConfig(Schema):
-    """AdamW, its schedule, and the routers' bias rule."""
-
-    learning_rate: Annotated[float, Field(gt=0)]
-    """Peak learning rate."""
-    warmup_steps: Count = 0
-    """Steps of linear warm-up from 0; step t runs at learning_rate * min(1, t / warmup_steps)."""
-    lr_schedule: Literal["constant"] = "constant"
-    adam_b1: Fraction = 0.9
-    adam_b2: Fraction = 0.95
-    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
-    adam_weight_decay: NonNegative = 0.1
-    """Decoupled, times the learning rate, on matrices and embeddings only."""
-    gradient_clipping_threshold: NonNegative = 1.0
-    """Largest global gradient norm; 0 does not clip."""
-    routed_bias_update_rate: NonNegative = 1e-3
-    """Step of each router's expert bias against its load; 0 leaves the biases alone."""
-    bias_update: Literal["megatron", "ling_zero_mean"] = "ling_zero_mean"
-    """megatron: rate * sign(mean - count); ling_zero_mean subtracts the mean of the signs."""
+from ling_trainer.optimizer_config import OptimizerConfig
+from ling_trainer.schema import Count, NonNegative, PositiveInt, Schema, require
 
 
 class LossConfig(Schema):

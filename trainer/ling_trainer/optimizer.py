@@ -1,4 +1,4 @@
-"""AdamW, its schedule and clipping; the routers' bias rule, which is not a gradient."""
+"""AdamW and clipping; the routers' bias rule, which is not a gradient."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Int
 
-from ling_trainer.config import OptimizerConfig
+from ling_trainer.optimizer_config import OptimizerConfig
 
 type Tree = Any
 
@@ -65,19 +65,6 @@ def decay_mask(params: Tree) -> Tree:
         return not is_norm and names[-1] not in {"bias", "scale"}
 
     return jax.tree_util.tree_map_with_path(decays, params)
-
-
-def learning_rate(config: OptimizerConfig, step: Int[Array, ""]) -> Float[Array, ""]:
-    """Return the rate of the update after `step` finished steps: 0 for the first with warm-up.
-
-    Source: Megatron-LM megatron/core/optimizer_param_scheduler.py@d98e8a64, get_lr.
-    """
-    t = step.astype(jnp.float32)
-    warmup = jnp.minimum(1.0, t / config.warmup_steps) if config.warmup_steps else 1.0
-    match config.lr_schedule:
-        case "constant":
-            decay = 1.0
-    return jnp.float32(config.learning_rate) * warmup * decay
 
 
 def global_norm(tree: Tree) -> Float[Array, ""]:

@@ -18,8 +18,9 @@ from ling_trainer.accumulate import accumulate
 from ling_trainer.batch import Batch, split_microbatches
 from ling_trainer.config import RunConfig
 from ling_trainer.loss import Apply, Logits, LossTerms, Params, microbatch_loss
-from ling_trainer.optimizer import clip_factor, global_norm, learning_rate, router_bias_update
+from ling_trainer.optimizer import clip_factor, global_norm, router_bias_update
 from ling_trainer.report import StepReport, count_zeros, num_elements
+from ling_trainer.schedule import learning_rate
 from ling_trainer.token_weights import aux_shares, token_weights
 
 
