@@ -1,14 +1,16 @@
 """What the API server last said about runs, JobSets, Jobs and pods, found by the run's key."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ling_operator.api import GROUP, PLURAL, RUN_LABEL, VERSION, TrainingRun
-from ling_operator.progress import scrape_target
+from ling_operator.progress import heartbeat_targets, scrape_target
 from ling_operator.reflector import Change, Key, Reflector
 from ling_operator.rest import JsonObject, RestClient
 from ling_operator.scrape import ScrapeTarget
 from ling_operator.views import JobSetView, PodView, view_jobset, view_pod
+from ling_operator.workload import KUEUE_GROUP, WorkloadView, view_workload
 from ling_trainer.schema import ConfigError
 
 JOBSET_GROUP = "jobset.x-k8s.io/v1alpha2"
@@ -39,11 +41,16 @@ class RunView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapeJob:
-    """One run whose metrics can be read now."""
+    """One pod of a run whose metrics can be read now.
+
+    Attributes:
+      host: name of its node, else of the pod.
+    """
 
     key: Key
     interval_seconds: float
     target: ScrapeTarget
+    host: str
 
 
 class Caches:
@@ -54,7 +61,8 @@ class Caches:
       jobsets: all JobSets of the namespaces watched, others' too: a name may be taken.
       jobs: the run's name of each Job that has our label.
       pods: pods with our label.
-      reflectors: all four, to be run and asked for their age.
+      workloads: Kueue's Workloads; none where Kueue is not installed.
+      reflectors: all five, to be run and asked for their age.
     """
 
     def __init__(
@@ -94,7 +102,15 @@ class Caches:
             on_change=self._pod_changed,
             label_selector=RUN_LABEL,
         )
-        self.reflectors = (self.runs, self.jobsets, self.jobs, self.pods)
+        self._workloads: dict[Key, dict[str, WorkloadView]] = {}
+        self.workloads = Reflector(
+            client,
+            functools.partial(_workloads_path, client, namespace),
+            kind="workloads",
+            view=view_workload,
+            on_change=self._workload_changed,
+        )
+        self.reflectors = (self.runs, self.jobsets, self.jobs, self.pods, self.workloads)
 
     async def synced(self) -> None:
         """Wait until every kind has been listed: deciding earlier would miss what exists."""
@@ -108,6 +124,10 @@ class Caches:
     def jobset(self, key: Key) -> JobSetView | None:
         """Return the JobSet of this name, whoever owns it."""
         return self.jobsets.objects.get(key)
+
+    def workload(self, key: Key, jobset_uid: str) -> WorkloadView | None:
+        """Return the Workload of exactly this JobSet, not of an earlier one of its name."""
+        return self._workloads.get(key, {}).get(jobset_uid)
 
     def pods_of(self, key: Key) -> tuple[PodView, ...]:
         """Return a run's pods, and those gone that ended in a way that matters."""
@@ -123,13 +143,17 @@ class Caches:
         if view is None or view.run is None or not pods:
             return None
         pod = scrape_target(view.run, tuple(pods.values()))
-        if pod is None or pod.ip is None or not pod.metrics_port:
-            return None
-        target = ScrapeTarget(
-            ip=pod.ip, port=pod.metrics_port, pod_uid=pod.uid, host_network=pod.host_network
-        )
         seconds = float(view.run.spec.health.scrape_interval_seconds)
-        return ScrapeJob(key=key, interval_seconds=seconds, target=target)
+        return _scrape_job(key, pod, seconds) if pod is not None else None
+
+    def heartbeat_jobs(self, key: Key, interval_seconds: float) -> tuple[ScrapeJob, ...]:
+        """Say where to read the heartbeats of a run's hosts; none for a run of one host."""
+        view, pods = self.runs.objects.get(key), self._pods.get(key)
+        if view is None or view.run is None or not pods or len(pods) == 1:
+            return ()
+        targets = heartbeat_targets(view.run, tuple(pods.values()))
+        jobs = (_scrape_job(key, pod, interval_seconds) for pod in targets)
+        return tuple(job for job in jobs if job is not None)
 
     def _run_changed(self, change: Change[RunView]) -> None:
         if change.deleted:
@@ -149,6 +173,19 @@ class Caches:
         if not names:
             del self._jobs[key]
         self._wake(key)
+
+    def _workload_changed(self, change: Change[WorkloadView]) -> None:
+        workload = change.object
+        key = change.key[0], workload.owner
+        of_name = self._workloads.setdefault(key, {})
+        if change.deleted:
+            of_name.pop(workload.owner_uid, None)
+        elif workload.owner_uid:
+            of_name[workload.owner_uid] = workload
+        if not of_name:
+            del self._workloads[key]
+        if key in self.runs.objects:
+            self._wake(key)
 
     def _pod_changed(self, change: Change[PodView]) -> None:
         pod = change.object
@@ -172,6 +209,29 @@ class Caches:
         if len(gone) > _GONE_PODS_KEPT:
             least = next((u for u, p in gone.items() if p.exit_code != _DIVERGED_EXIT), pod.uid)
             del gone[least]
+
+
+def _scrape_job(key: Key, pod: PodView, interval_seconds: float) -> ScrapeJob | None:
+    if pod.ip is None or not pod.metrics_port:
+        return None
+    target = ScrapeTarget(
+        ip=pod.ip, port=pod.metrics_port, pod_uid=pod.uid, host_network=pod.host_network
+    )
+    host = pod.host or pod.name
+    return ScrapeJob(key=key, interval_seconds=interval_seconds, target=target, host=host)
+
+
+async def _workloads_path(client: RestClient, namespace: str | None) -> str:
+    """Return where Workloads are, in the version that the API server prefers.
+
+    Versions come and go with Kueue's releases, and one that is not the preferred one may refuse
+    what another wrote.
+
+    Raises:
+      ApiError: Kueue is not installed (404), or no answer.
+    """
+    group = await client.get(f"/apis/{KUEUE_GROUP}")
+    return collection(group["preferredVersion"]["groupVersion"], "workloads", namespace)
 
 
 def view_run(raw: JsonObject) -> RunView:

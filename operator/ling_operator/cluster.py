@@ -21,12 +21,14 @@ from ling_operator.plan import (
     Observed,
     Plan,
     SetSuspend,
+    SetWorkloadActive,
 )
 from ling_operator.reflector import Key
 from ling_operator.rest import ApiError, JsonObject, RestClient
 from ling_operator.scrape import ScrapeFailure
-from ling_operator.verdict import HealthSample
+from ling_operator.verdict import HealthSample, Heartbeat
 from ling_operator.views import JobSetView, view_jobset
+from ling_operator.workload import KUEUE_GROUP
 from ling_trainer.schema import ConfigError
 
 OLDEST_EVENT = timedelta(minutes=50)  # the API server keeps events for an hour
@@ -72,6 +74,7 @@ class Cluster:
         self._refused: dict[Key, tuple[int, str]] = {}
         self._samples: dict[Key, HealthSample] = {}
         self._problems: dict[Key, str] = {}
+        self._heartbeats: dict[Key, dict[str, Heartbeat]] = {}
         self._told: dict[Key, set[str]] = {}
 
     def record(self, key: Key, result: HealthSample | ScrapeFailure) -> None:
@@ -81,6 +84,12 @@ class Cluster:
             self._problems.pop(key, None)
         else:
             self._problems[key] = result.message
+
+    def record_heartbeat(self, key: Key, beat: Heartbeat) -> None:
+        """Take a host's heartbeat; those of pods that are gone are dropped."""
+        uids = {pod.uid for pod in self._caches.pods_of(key)}
+        kept = {u: b for u, b in self._heartbeats.get(key, {}).items() if u in uids}
+        self._heartbeats[key] = kept | {beat.pod_uid: beat}
 
     async def observe(self, namespace: str, name: str) -> Observed | None:
         """Return all that a decision about a run rests on; None if there is no such run.
@@ -97,13 +106,16 @@ class Cluster:
         if run is None:
             raise ConfigError(view.problem)
         attempt, message = self._refused.get(key, (0, None))
+        jobset = self._jobset(key)
         return Observed(
             run=run,
             spec_error=view.problem,
-            jobset=self._jobset(key),
+            jobset=jobset,
+            workload=self._caches.workload(key, jobset.uid) if jobset is not None else None,
             pods=self._caches.pods_of(key),
             jobs=self._caches.jobs_of(key),
             sample=self._samples.get(key),
+            heartbeats=tuple(self._heartbeats.get(key, {}).values()),
             scrape_problem=self._problems.get(key),
             create_error=message if attempt == run.spec.attempt else None,
             now=self._now(),
@@ -176,6 +188,9 @@ class Cluster:
                 case SetSuspend(uid, suspend, _):
                     body = {"metadata": {"uid": uid}, "spec": {"suspend": suspend}}
                     await self._client.merge_patch(path, body)
+                case SetWorkloadActive(name, uid, active, _):
+                    body = {"metadata": {"uid": uid}, "spec": {"active": active}}
+                    await self._client.merge_patch(self._workload(key, name), body)
                 case DeleteJobSet(uid, _):
                     await self._client.delete(path, uid=uid, propagation="Foreground")
         except ApiError as error:
@@ -183,6 +198,10 @@ class Cluster:
                 return  # gone already, which the watch will show
             raise
         _log.info("acted", extra=log | {"reason": getattr(action, "reason", "")})
+
+    def _workload(self, key: Key, name: str) -> str:
+        version = self._caches.workloads.path.split("/")[3]
+        return f"{collection(f'{KUEUE_GROUP}/{version}', 'workloads', key[0])}/{name}"
 
     async def _create(self, key: Key, run: TrainingRun, path: str, manifest: JsonObject) -> None:
         try:
@@ -240,6 +259,7 @@ class Cluster:
             self._refused,
             self._samples,
             self._problems,
+            self._heartbeats,
             self._told,
         )
         for memory in memories:

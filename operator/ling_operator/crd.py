@@ -26,7 +26,7 @@ from ling_trainer.schema import Schema
 type Node = dict[str, Any]
 
 CRD_PATH = Path("manifests/crd/trainingruns.yaml")
-FIXED_FIELDS = ("image", "command", "args", "tpu", "cpu", "run", "restarts", "template")
+FIXED_FIELDS = ("image", "command", "args", "tpu", "cpu", "run", "queue", "restarts", "template")
 """Fields of spec that act only when an attempt starts."""
 
 _PRESERVE = "x-kubernetes-preserve-unknown-fields"
@@ -198,7 +198,6 @@ def _default(node: Node) -> Node:
 def _spec_rules() -> list[Node]:
     return [
         _rule("has(self.tpu) != has(self.cpu)", "set exactly one of spec.tpu and spec.cpu"),
-        _rule("!has(self.queue)", "spec.queue is not supported by this version; remove it"),
         _rule("!has(self.watch)", "spec.watch is not supported by this version; remove it"),
     ]
 

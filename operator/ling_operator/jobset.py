@@ -16,6 +16,7 @@ from ling_operator.api import (
 from ling_operator.pod_template import build_pod_template, labels_of
 from ling_operator.runnable import REPLICATED_JOB, metrics_port, num_hosts, require_runnable
 from ling_operator.views import TRAINER_CONTAINER
+from ling_operator.workload import QUEUE_LABEL
 
 type Manifest = dict[str, Any]
 
@@ -45,7 +46,8 @@ def build_jobset(run: TrainingRun, *, attempt: int, restore_before_step: int | N
             "cloud.google.com/gke-nodepool"
         )
     spec: Manifest = {
-        "suspend": False,
+        # Kueue un-suspends it once admitted. Without Kueue it waits: it must not jump the queue.
+        "suspend": run.spec.queue is not None,
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "startupPolicy": {"startupPolicyOrder": "AnyOrder"},
         "successPolicy": {"operator": "All"},
@@ -60,7 +62,7 @@ def build_jobset(run: TrainingRun, *, attempt: int, restore_before_step: int | N
         "metadata": {
             "name": name,
             "namespace": run.metadata.namespace,
-            "labels": labels_of(run, attempt),
+            "labels": labels_of(run, attempt) | _queue_label(run.spec),
             "annotations": annotations,
             "ownerReferences": [
                 {
@@ -74,6 +76,10 @@ def build_jobset(run: TrainingRun, *, attempt: int, restore_before_step: int | N
         },
         "spec": spec,
     }
+
+
+def _queue_label(spec: TrainingRunSpec) -> dict[str, str]:
+    return {QUEUE_LABEL: spec.queue} if spec.queue is not None else {}
 
 
 def template_hash(spec: TrainingRunSpec) -> str:

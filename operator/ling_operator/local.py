@@ -12,7 +12,14 @@ from ling_operator.admission import admit
 from ling_operator.api import CpuHosts, Phase, TrainingRun, dump
 from ling_operator.display import Display
 from ling_operator.local_jobset import LocalJobSet
-from ling_operator.plan import CreateJobSet, DeleteJobSet, Observed, Plan, SetSuspend
+from ling_operator.plan import (
+    CreateJobSet,
+    DeleteJobSet,
+    Observed,
+    Plan,
+    SetSuspend,
+    SetWorkloadActive,
+)
 from ling_operator.processes import Machine
 from ling_operator.progress import scrape_target
 from ling_operator.reconcile import reconcile
@@ -75,7 +82,7 @@ class LocalCluster:
             return None
         jobset = self._jobset
         return Observed(
-            run=self.run,
+            run=_unqueued(self.run),
             jobset=jobset.view() if jobset is not None else None,
             pods=jobset.pod_views() if jobset is not None else (),
             jobs=(name,) if jobset is not None and jobset.live else (),
@@ -103,6 +110,8 @@ class LocalCluster:
                 case DeleteJobSet(uid, _):
                     if self._jobset is not None and self._jobset.uid == uid:
                         self._jobset.delete()
+                case SetWorkloadActive():
+                    pass  # nothing is queued here
 
     def advance(self) -> None:
         """Let the JobSet do its next thing, and save it."""
@@ -264,3 +273,8 @@ def _stop_on_signals(cluster: LocalCluster, display: Display) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
+def _unqueued(run: TrainingRun) -> TrainingRun:
+    """Return the run as if it named no queue: one machine has none."""
+    return run.model_copy(update={"spec": run.spec.model_copy(update={"queue": None})})

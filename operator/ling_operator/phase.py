@@ -1,7 +1,7 @@
 """One word for a run, by fixed precedence. Pure."""
 
 from ling_operator.api import ConditionType, Phase, Reason, TrainingRunStatus
-from ling_operator.conditions import has_reason, holds
+from ling_operator.conditions import find, has_reason, holds
 from ling_operator.ending import is_cancelled
 from ling_operator.plan import Observed
 from ling_operator.progress import attempt_pods, current_jobset, is_pausing, newest_pods
@@ -32,7 +32,9 @@ def _phase_of_live(observed: Observed, status: TrainingRunStatus) -> Phase:
         return Phase.RUNNING
     resuming = has_reason(status.conditions, ConditionType.SUSPENDED, Reason.RESUMING)
     if jobset.suspended:
-        return Phase.STARTING if resuming else Phase.QUEUED
+        admitted = find(status.conditions, ConditionType.ADMITTED)
+        waits = admitted is not None and admitted.status != "True"
+        return Phase.STARTING if resuming and not waits else Phase.QUEUED
     newest = newest_pods(attempt_pods(observed.pods, status))
     lost = any(pod.phase == "Failed" or pod.deleting for pod in newest)
     if not is_pausing(status) and (status.restarts > 0 or jobset.restarting or lost):

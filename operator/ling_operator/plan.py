@@ -6,8 +6,9 @@ from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from ling_operator.api import TrainingRun, TrainingRunStatus
-from ling_operator.verdict import HealthSample
+from ling_operator.verdict import HealthSample, Heartbeat
 from ling_operator.views import JobSetView, PodView
+from ling_operator.workload import WorkloadView
 
 type Manifest = dict[str, Any]
 
@@ -20,9 +21,11 @@ class Observed:
       run: the object, with the status last written.
       spec_error: why its spec could not be read (then run.spec is a placeholder); else None.
       jobset: the JobSet of the run's name, whoever owns it; None without one.
+      workload: the Kueue Workload of exactly that JobSet; None outside a queue.
       pods: every pod with the run's label, of any attempt; also those gone, while remembered.
       jobs: names of the Jobs with the label jobset-name that still exist.
       sample: the newest page of the run's metrics; None before the first.
+      heartbeats: of all hosts, as last read.
       scrape_problem: why there is no newer page, for the message of a condition.
       create_error: what the API server said to the last refused CreateJobSet of this attempt.
       now: the time of the decision.
@@ -31,9 +34,11 @@ class Observed:
     run: TrainingRun
     spec_error: str | None = None
     jobset: JobSetView | None = None
+    workload: WorkloadView | None = None
     pods: tuple[PodView, ...] = ()
     jobs: tuple[str, ...] = ()
     sample: HealthSample | None = None
+    heartbeats: tuple[Heartbeat, ...] = ()
     scrape_problem: str | None = None
     create_error: str | None = None
     now: datetime
@@ -67,7 +72,17 @@ class DeleteJobSet:
     reason: str
 
 
-type Action = CreateJobSet | SetSuspend | DeleteJobSet
+@dataclass(frozen=True, slots=True)
+class SetWorkloadActive:
+    """Patch spec.active of the Kueue Workload with this name and uid."""
+
+    name: str
+    uid: str
+    active: bool
+    reason: str
+
+
+type Action = CreateJobSet | SetSuspend | DeleteJobSet | SetWorkloadActive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

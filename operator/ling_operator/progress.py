@@ -1,26 +1,23 @@
 """What the cluster says about an attempt: pods, restarts, steps, health, into the status. Pure."""
 
 import math
-from datetime import datetime, timedelta
 
 from ling_operator.api import (
     AttemptRecord,
     ConditionType,
+    HealthPolicy,
     Phase,
     Reason,
     TrainingProgress,
     TrainingRun,
     TrainingRunStatus,
 )
-from ling_operator.conditions import Truth, find, has_reason, holds, set_condition
+from ling_operator.conditions import Truth, has_reason, set_condition
 from ling_operator.plan import Observed
 from ling_operator.runnable import num_hosts
-from ling_operator.verdict import Health, HealthSample, fold, judge
+from ling_operator.verdict import HealthSample, fold
 from ling_operator.views import JobSetView, PodView
 from ling_trainer.schema import ConfigError
-
-SAMPLE_FRESH_INTERVALS = 3
-"""Scrape intervals after which a page no longer counts as available."""
 
 
 def own_jobset(observed: Observed) -> JobSetView | None:
@@ -56,6 +53,14 @@ def scrape_target(run: TrainingRun, pods: tuple[PodView, ...]) -> PodView | None
     return max(candidates, key=lambda pod: pod.restart_attempt, default=None)
 
 
+def heartbeat_targets(run: TrainingRun, pods: tuple[PodView, ...]) -> tuple[PodView, ...]:
+    """Return the pods whose heartbeat to read: all of the newest restart; none after the end."""
+    if scrape_target(run, pods) is None:
+        return ()
+    newest = newest_pods(attempt_pods(pods, run.status))
+    return tuple(p for p in newest if p.live and p.phase == "Running" and p.ip is not None)
+
+
 def accepts(sample: HealthSample, pods: tuple[PodView, ...]) -> bool:
     """Tell whether a page is process 0's of the attempt whose pods these are.
 
@@ -78,7 +83,7 @@ def observe_attempt(observed: Observed, status: TrainingRunStatus) -> TrainingRu
     jobset = current_jobset(observed, status)
     before = status.health.highest_step
     if observed.sample is not None and accepts(observed.sample, pods):
-        status = _take_sample(status, observed.sample)
+        status = _take_sample(status, observed.sample, observed.run.spec.health)
     last_words = max((p.termination.step or 0 for p in pods if p.termination), default=0)
     highest = max(status.health.highest_step, last_words)
     health = status.health.model_copy(update={"highest_step": highest})
@@ -89,7 +94,7 @@ def observe_attempt(observed: Observed, status: TrainingRunStatus) -> TrainingRu
     if jobset is not None:
         status = _count_restarts(observed, status, jobset, pods)
     status = _record_steps(status)
-    return _mark_health(observed, _mark_pods(observed, status, pods))
+    return _mark_pods(observed, status, pods)
 
 
 def observe_end(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
@@ -120,8 +125,8 @@ def mark(
 
 
 def is_pausing(status: TrainingRunStatus) -> bool:
-    """Tell whether pods that come and go now are a suspend's or a resume's, not a restart's."""
-    reasons = (Reason.SUSPENDING, Reason.SUSPEND_REQUESTED, Reason.RESUMING)
+    """Tell whether pods that come and go now are a pause's or an eviction's, not a restart's."""
+    reasons = (Reason.SUSPENDING, Reason.SUSPEND_REQUESTED, Reason.EVICTED, Reason.RESUMING)
     return has_reason(status.conditions, ConditionType.SUSPENDED, *reasons)
 
 
@@ -145,8 +150,10 @@ def _is_process_zero(pod: PodView) -> bool:
     return pod.job_index == 0 and pod.completion_index == 0
 
 
-def _take_sample(status: TrainingRunStatus, sample: HealthSample) -> TrainingRunStatus:
-    health = fold(status.health, sample)
+def _take_sample(
+    status: TrainingRunStatus, sample: HealthSample, policy: HealthPolicy
+) -> TrainingRunStatus:
+    health = fold(status.health, sample, policy)
     if health == status.health:
         return status
     speed = sample.tokens_per_second
@@ -192,29 +199,6 @@ def _record_steps(status: TrainingRunStatus) -> TrainingRunStatus:
     return status.model_copy(update={"attempts": (*status.attempts[:-1], record)})
 
 
-def _mark_health(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
-    """Set Progressing, MetricsAvailable and Healthy; PodsReady must be set."""
-    if status.health.step > 0:
-        truth, reason, message = "True", Reason.STEP_ADVANCED, "Steps are finished."
-    else:
-        truth, reason, message = "Unknown", Reason.NO_STEP_YET, "No step was finished yet."
-    kind = ConditionType.PROGRESSING
-    status = mark(observed, status, kind, truth, reason=reason, message=message)
-    truth, reason, message = _metrics_available(observed, status)
-    kind = ConditionType.METRICS_AVAILABLE
-    status = mark(observed, status, kind, truth, reason=reason, message=message)
-    verdict = judge(status.health, observed.run.spec.health)
-    truths: dict[Health, Truth] = {Health.HEALTHY: "True", Health.DIVERGED: "False"}
-    return mark(
-        observed,
-        status,
-        ConditionType.HEALTHY,
-        truths.get(verdict.health, "Unknown"),
-        reason=verdict.reason,
-        message=verdict.message,
-    )
-
-
 def _mark_pods(
     observed: Observed, status: TrainingRunStatus, pods: tuple[PodView, ...]
 ) -> TrainingRunStatus:
@@ -235,19 +219,3 @@ def _pods_ready(observed: Observed, pods: tuple[PodView, ...]) -> tuple[Truth, R
     if running + ended_well >= expected:
         return "True", Reason.PODS_RUNNING, message
     return "False", Reason.PODS_PENDING if newest else Reason.NO_PODS, message
-
-
-def _metrics_available(observed: Observed, status: TrainingRunStatus) -> tuple[Truth, Reason, str]:
-    interval = timedelta(seconds=observed.run.spec.health.scrape_interval_seconds)
-    patience = interval * SAMPLE_FRESH_INTERVALS
-    sampled = status.health.sample_time
-    if sampled is not None and observed.now - sampled <= patience:
-        return "True", Reason.SCRAPED, "Metrics of process 0 are read."
-    ready = find(status.conditions, ConditionType.PODS_READY)
-    since: datetime | None = ready.last_transition_time if ready is not None else None
-    waited = since is not None and observed.now - since > patience
-    if holds(status.conditions, ConditionType.PODS_READY) and waited:
-        why = f" {observed.scrape_problem}" if observed.scrape_problem else ""
-        message = f"No page for more than {patience.total_seconds():.0f} s.{why}"
-        return "False", Reason.METRICS_MISSING, message
-    return "Unknown", Reason.NO_SAMPLE_YET, "No metrics were read yet."

@@ -15,36 +15,31 @@ from ling_operator.api import (
     AttemptRecord,
     ConditionType,
     Reason,
-    Stop,
     TrainingProgress,
     TrainingRunStatus,
 )
-from ling_operator.conditions import Truth, find, holds
-from ling_operator.ending import end_attempt, has_ended, is_cancelled
+from ling_operator.ending import end_attempt, has_ended
 from ling_operator.events import events_of
+from ling_operator.health_conditions import mark_health
 from ling_operator.jobset import build_jobset
 from ling_operator.phase import phase_of
-from ling_operator.plan import Action, CreateJobSet, DeleteJobSet, Observed, Plan, SetSuspend
+from ling_operator.plan import CreateJobSet, DeleteJobSet, Observed, Plan
 from ling_operator.progress import (
-    attempt_pods,
     current_jobset,
     mark,
     observe_attempt,
     observe_end,
     own_jobset,
 )
+from ling_operator.queueing import observe_queue
 from ling_operator.runnable import target_steps
 from ling_operator.settle import settle
-from ling_operator.views import JobSetView, Owner
+from ling_operator.stopping import OVERRIDE_PAUSE, Step, enforce_stop, pause_or_resume
+from ling_operator.views import Owner
 from ling_trainer.schema import ConfigError
 
-OVERRIDE_PAUSE = timedelta(seconds=60)
-"""A stop that somebody undoes is done again at most this often."""
 WAIT = timedelta(seconds=5)
 """Look again at what no watch tells."""
-
-
-type Step = tuple[TrainingRunStatus, tuple[Action, ...]]
 
 
 def reconcile(observed: Observed) -> Plan:
@@ -62,10 +57,11 @@ def reconcile(observed: Observed) -> Plan:
     status = _begin_attempt(observed)
     status = _adopt(observed, status)
     if not has_ended(status):
-        status = observe_attempt(observed, status)
+        status = mark_health(observed, observe_attempt(observed, status))
     status = end_attempt(observed, status)
     if has_ended(status):
         status = observe_end(observed, status)
+    status = observe_queue(observed, status)
     status, actions = _act(observed, status)
     status = status.model_copy(
         update={
@@ -139,9 +135,9 @@ def _adopt(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
 def _act(observed: Observed, status: TrainingRunStatus) -> Step:
     current = current_jobset(observed, status)
     if has_ended(status):
-        return _enforce_stop(observed, status, current)
+        return enforce_stop(observed, status, current)
     if current is not None:
-        return _pause_or_resume(observed, status, current)
+        return pause_or_resume(observed, status, current)
     old = own_jobset(observed)
     if old is not None:
         message = f"The JobSet of attempt {old.attempt} and its pods have to go first."
@@ -149,52 +145,6 @@ def _act(observed: Observed, status: TrainingRunStatus) -> Step:
         delete = DeleteJobSet(old.uid, f"attempt {status.attempt} replaces {old.attempt}")
         return status, () if old.deleting else (delete,)
     return _create(observed, status)
-
-
-def _enforce_stop(
-    observed: Observed, status: TrainingRunStatus, jobset: JobSetView | None
-) -> Step:
-    """Keep a halted or failed attempt suspended; do not fight with whoever undoes it."""
-    kinds = (ConditionType.HALTED, ConditionType.FAILED)
-    why = next((c.reason for c in status.conditions if c.type in kinds and c.status == "True"), "")
-    if not why or is_cancelled(status):
-        return status, ()
-    stop = status.stop or Stop()
-    if jobset is None or jobset.terminal or jobset.deleting or jobset.suspended:
-        return status.model_copy(update={"stop": stop.model_copy(update={"confirmed": True})}), ()
-    suspend = SetSuspend(jobset.uid, True, why)
-    if not stop.confirmed:
-        return status.model_copy(update={"stop": stop}), (suspend,)
-    last = stop.override_time
-    if last is not None and observed.now - last < OVERRIDE_PAUSE:
-        return status, ()
-    stop = stop.model_copy(update={"override_time": observed.now})
-    return status.model_copy(update={"stop": stop}), (suspend,)
-
-
-def _pause_or_resume(observed: Observed, status: TrainingRunStatus, jobset: JobSetView) -> Step:
-    """Follow spec.suspend; a JobSet that somebody else suspended is left to them."""
-    if jobset.terminal or jobset.deleting:
-        return status, ()
-    if observed.run.spec.suspend:
-        live = any(pod.live for pod in attempt_pods(observed.pods, status))
-        if jobset.suspended and not live:
-            reason, message = Reason.SUSPEND_REQUESTED, "spec.suspend is true; no pod runs."
-            return _suspended(observed, status, "True", reason, message), ()
-        message = "spec.suspend is true; pods write a checkpoint and leave."
-        status = _suspended(observed, status, "False", Reason.SUSPENDING, message)
-        pause = SetSuspend(jobset.uid, True, Reason.SUSPEND_REQUESTED)
-        return status, () if jobset.suspended else (pause,)
-    condition = find(status.conditions, ConditionType.SUSPENDED)
-    if condition is None or condition.reason == Reason.RESUMED:
-        return status, ()
-    if not jobset.suspended and holds(status.conditions, ConditionType.PODS_READY):
-        message = "The run goes on."
-        return _suspended(observed, status, "False", Reason.RESUMED, message), ()
-    message = "spec.suspend is false; pods start from the last checkpoint."
-    status = _suspended(observed, status, "False", Reason.RESUMING, message)
-    resume = SetSuspend(jobset.uid, False, Reason.RESUMING)
-    return status, (resume,) if jobset.suspended else ()
 
 
 def _create(observed: Observed, status: TrainingRunStatus) -> Step:
@@ -253,13 +203,6 @@ def _not_created(
 ) -> TrainingRunStatus:
     kind = ConditionType.CREATED
     return mark(observed, status, kind, "False", reason=reason, message=message)
-
-
-def _suspended(
-    observed: Observed, status: TrainingRunStatus, truth: Truth, reason: Reason, message: str
-) -> TrainingRunStatus:
-    kind = ConditionType.SUSPENDED
-    return mark(observed, status, kind, truth, reason=reason, message=message)
 
 
 def _look_again(observed: Observed, status: TrainingRunStatus) -> timedelta | None:

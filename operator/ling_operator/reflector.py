@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -38,6 +38,9 @@ class Reflector[T]:
     A deletion that happened while no watch was open is found by the next list and reported like
     any other. Of each object only its view is kept: what decisions read, a tenth of the whole.
 
+    Args:
+      path: of the collection; a function is asked before each list, and may raise ApiError.
+
     Attributes:
       kind: for logs and metrics, such as 'pods'.
       synced: set after the first complete list.
@@ -47,7 +50,7 @@ class Reflector[T]:
     def __init__(
         self,
         client: RestClient,
-        path: str,
+        path: str | Callable[[], Awaitable[str]],
         *,
         kind: str,
         view: Callable[[JsonObject], T],
@@ -59,7 +62,8 @@ class Reflector[T]:
         self.synced = asyncio.Event()
         self.relists = 0
         self._client = client
-        self._path = path
+        self._path = path if isinstance(path, str) else ""
+        self._find_path = None if isinstance(path, str) else path
         self._view = view
         self._on_change = on_change
         self._selection = {"labelSelector": label_selector} if label_selector else {}
@@ -74,6 +78,11 @@ class Reflector[T]:
     def objects(self) -> Mapping[Key, T]:
         """The cache, read-only."""
         return MappingProxyType(self._objects)
+
+    @property
+    def path(self) -> str:
+        """The collection's path; empty while it is not known."""
+        return self._path
 
     @property
     def last_event_age(self) -> float:
@@ -123,6 +132,8 @@ class Reflector[T]:
 
     async def _list(self) -> None:
         """Read every page, then replace the cache and report what changed."""
+        if self._find_path is not None:
+            self._path = await self._find_path()
         found: dict[Key, T] = {}
         page: dict[str, str] = {}
         while True:

@@ -8,6 +8,7 @@ from typing import Any
 from ling_operator.api import GROUP, TrainingRun, TrainingRunSpec
 from ling_operator.tpu import slice_shape
 from ling_operator.views import TRAINER_CONTAINER
+from ling_operator.workload import QUEUE_LABEL
 from ling_trainer.config import HealthConfig
 from ling_trainer.health_metrics import DEFAULT_PORT
 from ling_trainer.schema import ConfigError
@@ -18,7 +19,6 @@ XPK_LABEL = "xpk.google.com/workload"
 RUN_CONFIG_LIMIT = 100 * 1024
 """Bytes of LING_RUN_CONFIG; Linux refuses an environment string of 128 KiB."""
 
-_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _OWN_PREFIXES = (f"{GROUP}/", "jobset.sigs.k8s.io/", "batch.kubernetes.io/")
 _OWN_ENV = frozenset({
     "LING_RUN_CONFIG", "LING_RUN", "LING_RUN_NAMESPACE", "LING_ATTEMPT",
@@ -35,8 +35,6 @@ def require_runnable(run: TrainingRun) -> None:
       ConfigError: one line for each problem, with field, value and remedy.
     """
     spec, lines = run.spec, list[str]()
-    if spec.queue is not None:
-        lines.append("spec.queue is not supported by this version; remove it")
     if spec.watch is not None:
         lines.append("spec.watch is not supported by this version; remove it")
     if (spec.tpu is None) == (spec.cpu is None):
@@ -181,7 +179,7 @@ def _template_problems(spec: TrainingRunSpec) -> list[str]:
         f"spec.template.{field} sets {key}, which is not yours to set; remove it"
         for field, keys in (("labels", template.labels), ("annotations", template.annotations))
         for key in sorted(keys)
-        if key.startswith(_OWN_PREFIXES) or key in {XPK_LABEL, _QUEUE_LABEL}
+        if key.startswith(_OWN_PREFIXES) or key in {XPK_LABEL, QUEUE_LABEL}
     ]
     if not isinstance(template.resources.get("limits", {}), dict):
         lines.append("spec.template.resources.limits is no mapping; write name: quantity")

@@ -29,7 +29,7 @@ JOBSETS = "jobset.x-k8s.io"
 
 
 class ApiStub:
-    """An API server with TrainingRuns and nothing else; some kinds can be missing or broken."""
+    """An API server with TrainingRuns and no Kueue; some kinds can be missing or broken."""
 
     def __init__(self) -> None:
         self.runs: list[dict[str, Any]] = []
@@ -41,7 +41,8 @@ class ApiStub:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.requests.append((request.method, request.path))
-        if self.missing and self.missing in request.path:
+        no_kueue = request.path.startswith("/apis/kueue.x-k8s.io")
+        if no_kueue or (self.missing and self.missing in request.path):
             message = "the server could not find the requested resource"
             return web.json_response({"reason": "NotFound", "message": message}, status=404)
         if request.method != "GET":

@@ -19,12 +19,22 @@ from ling_operator.api import RUN_LABEL, Phase, TrainingRunStatus
 from ling_operator.caches import Caches
 from ling_operator.cluster import Cluster
 from ling_operator.connection import Connection
-from ling_operator.plan import CreateJobSet, DeleteJobSet, Event, Plan, SetSuspend
+from ling_operator.jobset import build_jobset
+from ling_operator.plan import (
+    CreateJobSet,
+    DeleteJobSet,
+    Event,
+    Plan,
+    SetSuspend,
+    SetWorkloadActive,
+)
 from ling_operator.rest import ApiError, RestClient
 from ling_operator.views import RESTART_ATTEMPT_LABEL, TRAINER_CONTAINER
 
 RUNS = "/apis/ling.primatrix.io/v1alpha1/namespaces/team/trainingruns"
 JOBSETS = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/team/jobsets"
+KUEUE = "kueue.x-k8s.io/v1beta9"
+WORKLOADS = f"/apis/{KUEUE}/namespaces/team/workloads"
 EVENTS = "/apis/events.k8s.io/v1/namespaces/team/events"
 PODS = "/api/v1/namespaces/team/pods"
 KEY = ("team", "ling2")
@@ -71,6 +81,8 @@ class ApiStub:
         return web.json_response({"spec": spec, **body, "metadata": metadata})
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/apis/kueue.x-k8s.io":
+            return web.json_response({"preferredVersion": {"groupVersion": KUEUE}})
         if request.query.get("watch") != "true":
             items = self.lists.get(request.path, [])
             version = {"resourceVersion": str(self.version)}
@@ -93,7 +105,8 @@ class World:
 @asynccontextmanager
 async def world(scene: Any, *, watching: bool = False, **lists: Any) -> AsyncGenerator[World]:
     api = ApiStub()
-    api.lists = {{"runs": RUNS, "jobsets": JOBSETS, "pods": PODS}[k]: v for k, v in lists.items()}
+    paths = {"runs": RUNS, "jobsets": JOBSETS, "pods": PODS, "workloads": WORKLOADS}
+    api.lists = {paths[kind]: items for kind, items in lists.items()}
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", api.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -213,6 +226,41 @@ async def test_suspend_patches_one_field_of_the_jobset_of_that_uid_and_delete_na
         assert (delete.method, delete.path) == ("DELETE", f"{JOBSETS}/ling2")
         assert delete.body["preconditions"] == {"uid": "js-1"}
         assert delete.body["propagationPolicy"] == "Foreground"
+
+
+def stored_workload(name: str, jobset_uid: str, **spec: Any) -> dict[str, Any]:
+    owner = {"kind": "JobSet", "name": "ling2", "uid": jobset_uid}
+    metadata = {"namespace": "team", "name": name, "uid": f"uid-{name}", "resourceVersion": "9"}
+    return {"metadata": {**metadata, "ownerReferences": [owner]}, "spec": spec}
+
+
+@pytest.mark.asyncio
+async def test_a_workload_is_found_by_its_jobsets_uid_and_patched_in_the_preferred_version(
+    scene: Any,
+) -> None:
+    jobset = build_jobset(scene.run(), attempt=1, restore_before_step=None)
+    jobset["metadata"] |= {"uid": "js-2", "resourceVersion": "8"}
+    lists = {
+        "runs": [stored_run(scene)],
+        "jobsets": [jobset],
+        "workloads": [stored_workload("old", "js-1"), stored_workload("new", "js-2", active=True)],
+    }
+    async with world(scene, watching=True, **lists) as w:
+        observed = await w.cluster.observe("team", "ling2")
+        assert observed is not None
+        assert observed.workload is not None
+        assert (observed.workload.name, observed.workload.active) == ("new", True)
+        w.woken.clear()
+        w.api.send(WORKLOADS, "MODIFIED", stored_workload("new", "js-2", active=False))
+        await until(lambda: ("team", "ling2") in w.woken)
+        action = SetWorkloadActive("new", "uid-new", False, "Halted")
+        plan = Plan(status=observed.run.status, actions=(action,))
+        await w.cluster.execute(observed, plan)
+        (patch,) = w.api.writes
+        assert (patch.method, patch.path) == ("PATCH", f"{WORKLOADS}/new")
+        assert patch.body == {"metadata": {"uid": "uid-new"}, "spec": {"active": False}}
+        w.api.send(WORKLOADS, "DELETED", stored_workload("new", "js-2"))
+        await until(lambda: w.caches.workload(("team", "ling2"), "js-2") is None)
 
 
 @pytest.mark.asyncio

@@ -11,7 +11,7 @@ from ling_operator.api import TrainingRunSpec
 from ling_operator.crd import CRD_PATH, FIXED_FIELDS, build_crd, render_crd
 
 type Node = dict[str, Any]
-FREE_FIELDS = {"suspend", "attempt", "health", "queue", "watch"}
+FREE_FIELDS = {"suspend", "attempt", "health", "watch"}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_the_rules_that_no_type_can_express_are_there(schema: Node) -> None:
         assert "self.spec.attempt > oldSelf.spec.attempt" in rule
     spec_rules = [r["rule"] for r in schema["properties"]["spec"]["x-kubernetes-validations"]]
     assert "has(self.tpu) != has(self.cpu)" in spec_rules
-    assert {"!has(self.queue)", "!has(self.watch)"} <= set(spec_rules)
+    assert "!has(self.watch)" in spec_rules
 
 
 def test_kubectl_get_shows_phase_step_target_loss_health_and_age(crd: Node) -> None:

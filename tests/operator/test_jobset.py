@@ -260,7 +260,6 @@ def test_the_name_budget_is_what_the_pods_names_leave(
     [
         ({"cpu": None}, "spec: set exactly one of tpu and cpu"),
         ({"tpu": {"accelerator": "v5p-8"}}, "spec: set exactly one of tpu and cpu"),
-        ({"queue": "q"}, "spec.queue is not supported by this version; remove it"),
         ({"watch": {"jobSet": "x"}}, "spec.watch is not supported by this version; remove it"),
         ({"run": None}, "spec.run is empty; name a preset"),
         (
@@ -330,7 +329,8 @@ def test_a_name_that_is_no_host_name_is_refused(scene: Any, name: str) -> None:
 
 
 def test_every_problem_is_told_at_once(scene: Any) -> None:
-    spec = {"queue": "q", "run": {"preset": "x"}, "template": {"env": [{"name": "POD_IP"}]}}
+    watch = {"jobSet": "other"}
+    spec = {"watch": watch, "run": {"preset": "x"}, "template": {"env": [{"name": "POD_IP"}]}}
     with pytest.raises(ConfigError) as refused:
         require_runnable(scene.run(**spec))
     assert len(str(refused.value).splitlines()) == 3
