@@ -47,9 +47,7 @@ from ling_operator.health_policy import (
     HealthPolicy,
     NonFinitePolicy,
 )
-from ling_operator.health_state import (
-    HealthState,
-)
+from ling_operator.health_state import Alert, HealthState, SeriesState, Window
 from ling_trainer.config import RunConfig
 from ling_trainer.schema import ConfigError, Schema, section_type
 
@@ -67,6 +65,7 @@ __all__ = [
     "SINGULAR",
     "TEMPLATE_HASH_ANNOTATION",
     "VERSION",
+    "Alert",
     "AttemptRecord",
     "Condition",
     "ConditionType",
@@ -82,6 +81,7 @@ __all__ = [
     "PodTemplate",
     "PositiveInt",
     "Reason",
+    "SeriesState",
     "Stop",
     "TpuSlice",
     "TrainingProgress",
@@ -89,6 +89,7 @@ __all__ = [
     "TrainingRunSpec",
     "TrainingRunStatus",
     "WatchedJobSet",
+    "Window",
     "dump",
 ]
 

@@ -89,6 +89,13 @@ class Reason(StrEnum):
     NON_FINITE_LOSS = "NonFiniteLoss"
     NON_FINITE_GRADIENT = "NonFiniteGradient"
     DIVERGED = "Diverged"
+    LOSS_SPIKE = "LossSpike"
+    GRAD_NORM_SPIKE = "GradNormSpike"
+    ZERO_GRADIENTS = "ZeroGradients"
+    LOSS_MASK_COLLAPSE = "LossMaskCollapse"
+    ZERO_LOSS = "ZeroLoss"
+    STALLED = "Stalled"
+    STRAGGLER_HOST = "StragglerHost"
 
     SUSPEND_REQUESTED = "SuspendRequested"
     SUSPENDING = "Suspending"

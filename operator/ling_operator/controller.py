@@ -14,10 +14,12 @@ from ling_operator.reflector import Key
 from ling_operator.rest import ApiError
 from ling_operator.scrape import ScrapeFailure, scrape
 from ling_operator.telemetry import Telemetry
+from ling_operator.verdict import HealthSample, Heartbeat
 from ling_operator.workqueue import WorkQueue
 
 PASS_SECONDS = 120.0
 RESYNC_SECONDS = 600.0
+HEARTBEAT_SECONDS = 60.0
 _CONFLICT_SECONDS = 0.2  # the watch is about to bring what we did not know
 _TICK_SECONDS = 0.1
 
@@ -60,12 +62,19 @@ class Controller:
                 self._queue.add(key)
 
     async def scrape(self, session: aiohttp.ClientSession) -> Never:
-        """Read the metrics of every live run, each at its own interval."""
+        """Read process 0 of every live run at its interval, and all hosts now and then."""
         due: dict[Key, float] = {}
+        beats_due: dict[Key, float] = {}
         async with asyncio.TaskGroup() as group:
             while True:
                 now = time.monotonic()
                 due = {key: when for key, when in due.items() if when > now}
+                beats_due = {key: when for key, when in beats_due.items() if when > now}
+                for key in self._caches.runs.objects.keys() - beats_due.keys():
+                    jobs = self._caches.heartbeat_jobs(key, HEARTBEAT_SECONDS)
+                    beats_due[key] = now + HEARTBEAT_SECONDS
+                    for job in jobs:
+                        group.create_task(self._read_heartbeat(session, job))
                 for key in self._caches.runs.objects.keys() - due.keys():
                     job = self._caches.scrape_job(key)
                     if job is not None:
@@ -118,3 +127,14 @@ class Controller:
         self._telemetry.scrapes.labels(result.reason if failed else "ok").inc()
         self._cluster.record(job.key, result)
         self._queue.add(job.key)
+
+    async def _read_heartbeat(self, session: aiohttp.ClientSession, job: ScrapeJob) -> None:
+        result = await scrape(session, job.target)
+        if isinstance(result, HealthSample) and result.heartbeat is not None:
+            beat = Heartbeat(
+                host=job.host,
+                pod_uid=job.target.pod_uid,
+                read_time=result.time,
+                time=result.heartbeat,
+            )
+            self._cluster.record_heartbeat(job.key, beat)

@@ -5,10 +5,10 @@ Once set, an ending stays for the attempt. Only a halt may still follow another 
 """
 
 from ling_operator.api import ConditionType, Halt, Reason, TrainingRunStatus
-from ling_operator.conditions import has_reason, holds
+from ling_operator.conditions import find, has_reason, holds
 from ling_operator.plan import Observed
 from ling_operator.progress import attempt_pods, current_jobset, mark
-from ling_operator.verdict import Health, judge
+from ling_operator.verdict import Health, Verdict, judge
 from ling_operator.views import PodView
 
 DIVERGED_EXIT_CODE = 90
@@ -77,9 +77,12 @@ def _halt_by_exit(observed: Observed, pods: tuple[PodView, ...]) -> Halt | None:
 def _halt_by_verdict(
     observed: Observed, status: TrainingRunStatus, pods: tuple[PodView, ...]
 ) -> Halt | None:
-    verdict = judge(status.health, observed.run.spec.health)
+    policy = observed.run.spec.health
+    verdict = judge(status.health, policy)
     jobset = current_jobset(observed, status)
-    if verdict.health != Health.DIVERGED or verdict.action != "Halt":
+    if policy.metrics_missing.action == "Halt" and verdict.action != "Halt":
+        verdict = _missing_metrics(status) or verdict
+    if verdict.action != "Halt":
         return None
     if jobset is not None and jobset.terminal == "Completed":
         return None
@@ -91,6 +94,16 @@ def _halt_by_verdict(
         host=(pod.host or pod.name) if pod is not None else None,
         message=verdict.message,
         time=observed.now,
+        restore_before_step=verdict.restore_before_step,
+    )
+
+
+def _missing_metrics(status: TrainingRunStatus) -> Verdict | None:
+    found = find(status.conditions, ConditionType.METRICS_AVAILABLE)
+    if found is None or (found.status, found.reason) != ("False", Reason.METRICS_MISSING):
+        return None
+    return Verdict(
+        health=Health.UNKNOWN, reason=found.reason, message=found.message, action="Halt"
     )
 
 

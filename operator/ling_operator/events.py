@@ -33,6 +33,16 @@ _SILENT = {Reason.CREATING, Reason.NOT_STARTED, Reason.WAITING_FOR_PREVIOUS}
 def events_of(status: TrainingRunStatus, now: datetime) -> tuple[Event, ...]:
     """Return the events of the transitions younger than EVENT_AGE."""
     events = [_event(status, condition) for condition in status.conditions]
+    events += [
+        Event(
+            type="Warning",
+            reason=alert.reason,
+            message=alert.message,
+            attempt=status.attempt,
+            time=alert.since,
+        )
+        for alert in status.health.alerts
+    ]
     if status.stop is not None and status.stop.override_time is not None:
         events.append(
             Event(
@@ -52,8 +62,9 @@ def _event(status: TrainingRunStatus, condition: Condition) -> Event | None:
     halted = holds(status.conditions, ConditionType.HALTED)
     if kind is None or condition.reason in _SILENT:
         return None
-    if condition.type == ConditionType.HEALTHY and halted:
-        return None  # told by Halted, for the same reason
+    alerts = {alert.reason for alert in status.health.alerts}
+    if condition.type == ConditionType.HEALTHY and (halted or condition.reason in alerts):
+        return None  # told by Halted, for the same reason, or as an alert
     return Event(
         type=kind,
         reason=condition.reason,

@@ -159,6 +159,7 @@ def _sample(
         last_finite_checkpoint=count(series.LAST_FINITE_CHECKPOINT),
         last_step_time=_time(level(series.LAST_STEP_TIMESTAMP)),
         tokens_per_second=level(series.TOKENS_PER_SECOND),
+        heartbeat=_time(level(series.HEARTBEAT)),
     )
 
 

@@ -5,11 +5,12 @@ What is not written is not lost: a trainer's counters are latched, and the next 
 
 from datetime import timedelta
 
-from ling_operator.api import TrainingRunStatus
+from ling_operator.api import SeriesState, TrainingRunStatus, Window
 from ling_operator.plan import Observed
 
 STEADY_WRITE = timedelta(seconds=10)
 """Progress alone is written this often."""
+_SERIES = ("loss", "grad_norm", "zeros", "weights", "zero_loss")
 
 
 def settle(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
@@ -27,9 +28,20 @@ def _without_progress(status: TrainingRunStatus) -> TrainingRunStatus:
     moving: dict[str, object] = {
         "sample_time": None,
         "progress_time": None,
+        "alive_time": None,
+        "heartbeat_time": None,
+        "stepping": False,
+        "missing": (),
         "step": 0,
         "highest_step": 0,
         "last_finite_step": 0,
+        "step_seconds": Window(),
+        "straggler_seconds": None,
+        "alerts": tuple(
+            alert.model_copy(update={"message": "", "last_time": alert.since})
+            for alert in status.health.alerts
+        ),
+        **{name: _rows(getattr(status.health, name)) for name in _SERIES},
     }
     return status.model_copy(
         update={
@@ -44,3 +56,8 @@ def _without_progress(status: TrainingRunStatus) -> TrainingRunStatus:
             "attempts": tuple(a.model_copy(update={"last_step": None}) for a in status.attempts),
         }
     )
+
+
+def _rows(series: SeriesState) -> SeriesState:
+    """Return what is evidence: the row. Its window moves with every step."""
+    return SeriesState(row=series.row, first_step=series.first_step)

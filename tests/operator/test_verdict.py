@@ -21,7 +21,7 @@ def policy(consecutive: int = 1, action: str = "Halt") -> HealthPolicy:
 def folded(*samples: HealthSample) -> HealthState:
     state = HealthState()
     for sample in samples:
-        state = fold(state, sample)
+        state = fold(state, sample, policy())
     return state
 
 
@@ -102,7 +102,7 @@ def test_a_finite_step_ends_the_row_of_a_trainer_without_counters(scene: Any) ->
 
 def test_an_older_page_changes_nothing(scene: Any) -> None:
     state = folded(scene.sample(20, 10))
-    assert fold(state, scene.nan_sample(12, 5)) == state
+    assert fold(state, scene.nan_sample(12, 5), policy()) == state
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_a_restarted_process_starts_a_new_row_and_keeps_the_attempts_sums(
     scene: Any, restarted: dict[str, Any]
 ) -> None:
     before = folded(scene.nan_sample(12))
-    after = fold(before, scene.sample(8, 60, **restarted))
+    after = fold(before, scene.sample(8, 60, **restarted), policy())
     assert judge(after, policy()).health == Health.HEALTHY
     assert (after.nonfinite_steps, after.highest_step, after.step) == (1, 12, 8)
-    again = fold(after, scene.nan_sample(12, 70, **restarted))
+    again = fold(after, scene.nan_sample(12, 70, **restarted), policy())
     assert again.nonfinite_steps == 2
     assert judge(again, policy()).health == Health.DIVERGED
 
@@ -158,8 +158,8 @@ SAMPLES = st.builds(
 def test_folding_a_page_twice_is_folding_it_once(samples: list[HealthSample]) -> None:
     state = HealthState()
     for sample in samples:
-        once = fold(state, sample)
-        assert fold(once, sample) == once
+        once = fold(state, sample, policy())
+        assert fold(once, sample, policy()) == once
         state = once
     text = state.model_dump_json(by_alias=True)
     assert HealthState.model_validate_json(text) == state
@@ -172,5 +172,5 @@ def test_pages_of_finite_steps_never_diverge(samples: list[HealthSample]) -> Non
     state = HealthState()
     for sample in samples:
         counted = replace(sample, nonfinite_steps=(), consecutive_max=0, **good)
-        state = fold(state, counted)
-        assert judge(state, policy()).health in {Health.HEALTHY, Health.UNKNOWN}
+        state = fold(state, counted, policy())
+        assert judge(state, policy()).health != Health.DIVERGED
