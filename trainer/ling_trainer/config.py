@@ -61,6 +61,10 @@ class LossConfig(Schema):
     """Weights as with calculate_per_token_loss=false, reported lm_loss the token average."""
     z_loss_multiplier: NonNegative = 0.0
     """Coefficient of logsumexp(logits)^2 of the output head."""
+    num_vocab_tiling: PositiveInt = 1
+    """Chunks of tokens in which an output head's loss is computed, so that the logits of all
+    tokens never exist at once; the numbers are the same. 1: not chunked, which is better where
+    the logits of a micro-batch are smaller than the head's own gradient."""
     load_balance_loss_weight: NonNegative = 0.0
     moe_z_loss_weight: NonNegative = 0.0
     """Coefficient of logsumexp(router logits)^2."""

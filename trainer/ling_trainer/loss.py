@@ -5,7 +5,7 @@ consecutive equal blocks of rows); H depths of multi-token prediction; L routers
 """
 
 from collections.abc import Callable
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,13 @@ from jaxtyping import Bool, Float, Int
 
 from ling_trainer.batch import Batch
 from ling_trainer.config import LossConfig
+from ling_trainer.head_loss import Logits, Params, head_loss
 from ling_trainer.model.mtp import Roll, roll
 from ling_trainer.model.outputs import ModelOutputs
 from ling_trainer.token_weights import group_counts
 
-type Params = Any
-
 # Parameters, router biases [L E] and a batch to hidden states and auxiliaries.
 type Apply = Callable[[Params, Array, Batch], ModelOutputs]
-# Parameters, hidden states [b S D] and a depth to float32 logits [b S V]: depth 0 is the language
-# model's head, depth d that of the d-th prediction.
-type Logits = Callable[[Params, Array, int], Array]
 
 
 @no_type_check  # a pytree also holds shapes, shardings and NumPy arrays
@@ -50,16 +46,6 @@ class LossTerms:
     moe_z_loss: Float[Array, ""]
     raw_moe_z_loss: Float[Array, ""]
     expert_counts: Int[Array, "L E"]
-
-
-@no_type_check  # a pytree also holds shapes, shardings and NumPy arrays
-@struct.dataclass
-class HeadLoss:
-    """Loss of one head. Only `objective` carries a gradient; the others are for reports."""
-
-    objective: Float[Array, ""]
-    xent: Float[Array, "b S"]  # 0 where masked
-    z: Float[Array, "b S"]
 
 
 def microbatch_loss(
@@ -93,6 +79,7 @@ def microbatch_loss(
     head = head_loss(
         params, outputs.hidden, batch.targets, batch.loss_mask, weights,
         logits=logits, depth=0, z_loss_multiplier=config.z_loss_multiplier,
+        num_vocab_tiling=config.num_vocab_tiling,
     )  # fmt: skip
     mtp = _mtp_loss(params, outputs.mtp_hidden, batch, share, logits=logits, config=config)
     balance = _router_loss(outputs.router.aux, share, coefficient=config.load_balance_loss_weight)
@@ -114,57 +101,6 @@ def microbatch_loss(
         expert_counts=outputs.router.expert_counts,
     )
     return objective, jax.lax.stop_gradient(terms)
-
-
-def head_loss(
-    params: Params,
-    hidden: Float[Array, "b S D"],
-    targets: Int[Array, "b S"],
-    mask: Bool[Array, "b S"],
-    weights: Float[Array, "b S"],
-    *,
-    logits: Logits,
-    depth: int,
-    z_loss_multiplier: float,
-) -> HeadLoss:
-    """Return the weighted cross-entropy (and z-loss) of one head.
-
-    What is masked is replaced before the head, not multiplied by 0 after it: a NaN there would
-    survive the product, and in the backward pass also a `where` that comes after the head.
-
-    Args:
-      params: of the head.
-      hidden: before the head.
-      targets: token ids; any value where masked.
-      mask: positions with a loss.
-      weights: of each token in the objective; known before the loss, so nothing is divided later.
-      logits: the output head.
-      depth: which head.
-      z_loss_multiplier: coefficient of logsumexp(logits)^2.
-    """
-    hidden = jnp.where(mask[..., None], hidden, 0)
-    xent, log_z = cross_entropy(logits(params, hidden, depth), jnp.where(mask, targets, 0))
-    xent = jnp.where(mask, xent, 0.0)
-    z = jnp.where(mask, z_loss_multiplier * jnp.square(log_z), 0.0)
-    objective = jnp.sum(weights * (xent + z if z_loss_multiplier else xent))
-    return HeadLoss(objective=objective, xent=xent, z=z)
-
-
-def cross_entropy(
-    logits: Float[Array, "*B V"], targets: Int[Array, "*B"]
-) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
-    """Return logsumexp(logits) - logits[target], and logsumexp(logits), in float32.
-
-    A target outside the vocabulary gives NaN, never a plausible loss.
-    """
-    logits = logits.astype(jnp.float32)
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    # A masked sum, not a gather: it stays local when the vocabulary is sharded, and its
-    # derivative is no scatter.
-    chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
-    picked = jnp.where(chosen, logits, 0.0).sum(-1)
-    known = (targets >= 0) & (targets < logits.shape[-1])
-    return jnp.where(known, log_z - picked, jnp.nan), log_z
 
 
 def mtp_targets(
@@ -220,6 +156,7 @@ def _mtp_loss(
         head = head_loss(
             params, hidden, targets, mask, jnp.where(mask, per_row[:, None], 0.0),
             logits=logits, depth=index + 1, z_loss_multiplier=0.0,
+            num_vocab_tiling=config.num_vocab_tiling,
         )  # fmt: skip
         objective += head.objective
         sums.append(head.xent.reshape(groups, -1).sum(-1))

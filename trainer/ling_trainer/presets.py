@@ -87,7 +87,7 @@ def ling2() -> Settings:
             "eod_mask_loss": True,
         },
         "optimizer": {"learning_rate": 3.36e-4, "warmup_steps": 250},
-        "loss": _LING2_LOSS,
+        "loss": _LING2_LOSS | {"num_vocab_tiling": 8},
         "mesh": {"ici_expert_parallelism": 8},
     }
 

@@ -121,6 +121,44 @@ def constrain_rows(x: Array) -> Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(_ROWS))
 
 
+def row_blocks(rows: int) -> int:
+    """Return how many blocks of rows are on devices of their own; 1 without a mesh in context."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not set(AXES) <= set(mesh.axis_names):
+        return 1
+    blocks = math.prod(mesh.shape[axis] for axis in _ROWS)
+    return 1 if rows % blocks else blocks
+
+
+def constrain_blocks(x: Array, *, kept: int) -> Array:
+    """Keep [row_blocks, ...] one block a device, and the last dimension of size `kept` on tensor.
+
+    For what each block of rows sums on its own. Without a mesh in context, do nothing.
+    """
+    if row_blocks(x.shape[0]) == 1:
+        return x
+    spec = PartitionSpec(_ROWS, *_on_tensor(x.shape[1:], kept))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def gather_for_rows(x: Array, *, kept: int) -> Array:
+    """Give every block of rows the whole weight, but its last dimension of size `kept` on tensor.
+
+    Outside of a loop that uses the weight in each turn, so that it is gathered once.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not set(AXES) <= set(mesh.axis_names):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*_on_tensor(x.shape, kept)))
+
+
+def _on_tensor(shape: tuple[int, ...], kept: int) -> tuple[str | None, ...]:
+    last = max((i for i, size in enumerate(shape) if size == kept), default=-1)
+    tensor = jax.sharding.get_abstract_mesh().shape["tensor"]
+    divides = kept % tensor == 0
+    return tuple("tensor" if i == last and divides else None for i in range(len(shape)))
+
+
 def _spec(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     names = [str(key.key if hasattr(key, "key") else getattr(key, "name", "")) for key in path]
     dims = (_EXPERTS if "experts" in names else _PARAMETERS).get(names[-1] if names else "")
