@@ -20,7 +20,7 @@ IDENTITY = Identity(
     run="demo", run_namespace="team", pod_uid="uid-1", process=0, processes=2, attempt=3,
     preset="ling2_tiny", version="0.1.0",
 )  # fmt: skip
-FULL_LOG: dict[str, float] = {str(m.log_key): 1.5 for m in health_metrics.LOGGED}
+FULL_LOG: dict[str, float] = {str(m.log_key): 1.5 for m in health_metrics.ALL if m.log_key}
 NAN_LOSS = NonFiniteStep(signal=Signal.NON_FINITE_LOSS, kind=NonFinite.NAN, value=math.nan)
 
 
@@ -56,6 +56,20 @@ def snapshot(progress: Progress = Progress(), log: dict[str, float] | None = Non
 def test_a_full_page_has_exactly_the_series_of_health_metrics(scrape):
     names = {name for name, _ in scrape(snapshot(log=FULL_LOG))}
     assert names == {metric.name for metric in health_metrics.ALL}
+
+
+def test_what_a_model_does_not_have_has_no_series_and_each_prediction_depth_has_one(scrape):
+    optional = {metric.log_key for metric in health_metrics.LOGGED if metric.optional}
+    log = {key: value for key, value in FULL_LOG.items() if key not in optional}
+    depths = {"learning/mtp_1_loss": 2.5, "learning/mtp_2_loss": 3.5}
+    page = scrape(snapshot(log=log | depths))
+    names = {name for name, _ in page}
+    absent = {metric.name for metric in health_metrics.LOGGED if metric.optional}
+    assert "ling_learning_indexer_loss" in absent
+    expected = {metric.name for metric in health_metrics.ALL} - absent
+    assert names == expected | {"ling_learning_mtp_1_loss", "ling_learning_mtp_2_loss"}
+    own = frozenset({"run=demo", "run_namespace=team"})
+    assert page["ling_learning_mtp_2_loss", own] == 3.5
 
 
 def test_counters_are_there_at_zero_before_the_first_step_and_losses_are_not(scrape):

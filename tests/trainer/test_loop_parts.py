@@ -25,7 +25,8 @@ def tiny(**settings: object) -> RunConfig:
 
 def test_the_line_of_a_step_keeps_its_keys_and_their_order():
     assert step_line(12, 200, VALUES) == (
-        "step=12 target=200 loss=5.01326 lm_loss=4.9 raw_grad_norm=0.71 learning_rate=0.0003 "
+        "step=12 target=200 loss=5.013258 lm_loss=4.900000 raw_grad_norm=0.71 "
+        "learning_rate=0.0003 "
         "step_time_seconds=0.5 tokens_per_second=2048"
     )
     assert " loss=nan " in step_line(1, 2, VALUES | {"learning/loss": float("nan")})

@@ -15,7 +15,10 @@ MaxText's where MaxText has one. Megatron's flags map as follows:
 | --moe-router-bias-update-rate     | routed_bias_update_rate                         |
 | --bias-zero-mean-update (Ling)    | bias_update=ling_zero_mean                      |
 | --moe-aux-loss-coeff              | load_balance_loss_weight                        |
+| --moe-router-load-balancing-type  | moe_router_load_balancing_type                  |
 | --moe-z-loss-coeff                | moe_z_loss_weight                               |
+| --moe-router-score-function       | score_function                                  |
+| --moe-router-pre-softmax          | moe_router_pre_softmax                          |
 | --mtp-num-layers                  | num_nextn_predict_layers                        |
 | --mtp-loss-scaling-factor         | mtp_loss_scaling_factor                         |
 | --calculate-per-token-loss        | calculate_per_token_loss=true (absent: false)   |
@@ -66,8 +69,16 @@ class LossConfig(Schema):
     tokens never exist at once; the numbers are the same. 1: not chunked, which is better where
     the logits of a micro-batch are smaller than the head's own gradient."""
     load_balance_loss_weight: NonNegative = 0.0
+    """Coefficient of the routers' balance loss."""
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = (
+        "aux_loss"
+    )
+    """What is balanced: a micro-batch of each loss group (aux_loss), each sequence alone
+    (seq_aux_loss), or the mean of the step's micro-batches so far, over all groups."""
     moe_z_loss_weight: NonNegative = 0.0
     """Coefficient of logsumexp(router logits)^2."""
+    indexer_loss_scaling_factor: NonNegative = 0.0
+    """Coefficient of the loss of a sparse attention's indexers; ling2 has none, and refuses it."""
     mtp_loss_scaling_factor: NonNegative = 0.1
     mtp_per_layer_loss_norm: bool = False
     """True: average each depth by its own tokens, then the depths. False: pool them."""

@@ -1,6 +1,7 @@
 """What a person sees: one stable log line a step, and a progress bar on a terminal."""
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -26,11 +27,25 @@ LINE_KEYS = (
 def step_line(step: int, target_steps: int, values: Mapping[str, float]) -> str:
     """Write a step as space-separated key=value pairs; keys and their order do not change.
 
-    Example: step=12 target=200 loss=5.01326 lm_loss=4.9021 raw_grad_norm=0.71 ...
+    Losses have six decimals, so that those of two runs can be compared by eye.
+
+    Example: step=12 target=200 loss=5.013260 lm_loss=4.902100 raw_grad_norm=0.71 ...
     """
     pairs = [f"step={step}", f"target={target_steps}"]
-    pairs += [f"{key.rpartition('/')[2]}={values[key]:.6g}" for key in LINE_KEYS]
+    for key in LINE_KEYS:
+        name = key.rpartition("/")[2]
+        form = ".6f" if name.endswith("loss") else ".6g"
+        pairs.append(f"{name}={values[key]:{form}}")
     return " ".join(pairs)
+
+
+def evaluation_line(step: int, values: Mapping[str, float]) -> str:
+    """Write an evaluation as space-separated key=value pairs, in the order of the values.
+
+    Example: eval_step=12 eval_lm_loss=4.9021 eval_mtp_loss=4.95 ...
+    """
+    pairs = [f"{key.replace('/', '_')}={value:.6g}" for key, value in values.items()]
+    return " ".join([f"eval_step={step}", *pairs])
 
 
 class Console:
@@ -51,6 +66,11 @@ class Console:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Print the line of a step."""
         log.info(step_line(step, self._target_steps, values))
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Print the line of an evaluation; a warning where its loss is not finite."""
+        level = logging.INFO if math.isfinite(values["eval/lm_loss"]) else logging.WARNING
+        log.log(level, evaluation_line(step, values))
 
     def advance(self, step: int, loss: float) -> None:
         """Move the bar."""

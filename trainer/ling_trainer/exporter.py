@@ -102,9 +102,7 @@ class Exporter(Collector):
             return
         values = _values(snapshot, self._identity)
         common = (self._identity.run, self._identity.run_namespace)
-        for metric in health_metrics.ALL:
-            if metric.name not in values:
-                continue
+        for metric in (*health_metrics.logged_in(snapshot.log), *health_metrics.ON_WIRE_ONLY):
             if self._identity.process != 0 and not metric.every_process:
                 continue
             yield _family(metric, values[metric.name], common)
@@ -122,11 +120,7 @@ def _values(snapshot: Snapshot, identity: Identity) -> dict[str, Value]:
         identity.preset,
         identity.version,
     )
-    logged = {
-        metric.name: float(snapshot.log[metric.log_key])
-        for metric in m.LOGGED
-        if metric.log_key in snapshot.log
-    }
+    logged = {x.name: float(snapshot.log[str(x.log_key)]) for x in m.logged_in(snapshot.log)}
     return {
         **logged,
         m.STEP.name: progress.step,

@@ -5,8 +5,10 @@ key are listed once below. Levels are gauges; events are counters, created at 0 
 step, so that no scrape can miss one. Every series carries the labels `run` and `run_namespace`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import count, takewhile
 
 PREFIX = "ling_"
 RUN_LABELS = ("run", "run_namespace")
@@ -43,6 +45,7 @@ class Metric:
       log_key: key in logs and JSONL, or None for series that exist only on the wire.
       labels: names besides RUN_LABELS.
       every_process: exported by each process; otherwise by global process 0 alone.
+      optional: absent where the model or the configuration has no such thing.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Metric:
     help: str
     labels: tuple[str, ...] = ()
     every_process: bool = False
+    optional: bool = False
 
 
 def series_name(log_key: str) -> str:
@@ -63,6 +67,10 @@ def _gauge(log_key: str, unit: str, text: str) -> Metric:
     return Metric(
         name=series_name(log_key), log_key=log_key, kind=Kind.GAUGE, unit=unit, help=text
     )
+
+
+def _optional(log_key: str, unit: str, text: str) -> Metric:
+    return replace(_gauge(log_key, unit, text), optional=True)
 
 
 LOSS = _gauge("learning/loss", "nats", "Sum of every reported loss part.")
@@ -79,6 +87,10 @@ IS_INF = _gauge("learning/is_inf", "0 or 1", "lm_loss is infinite.")
 GRAD_IS_NONFINITE = _gauge(
     "learning/grad_is_nonfinite", "0 or 1", "raw_grad_norm is NaN or infinite."
 )
+MTP_DEPTH_LOSS = _gauge(
+    "learning/mtp_{depth}_loss", "nats per token", "Loss of one prediction depth, no factor."
+)
+"""Of each depth from 1; `{depth}` stands for it. The one family of series without a fixed name."""
 STEP_TIME = _gauge("perf/step_time_seconds", "seconds", "Wall time of the last step.")
 TOKENS_PER_SECOND = _gauge("perf/tokens_per_second", "tokens per second", "Tokens over step time.")
 
@@ -94,6 +106,19 @@ LOGGED: tuple[Metric, ...] = (
     _gauge("learning/raw_moe_z_loss", "1", "Router z-loss a layer, no coefficient."),
     _gauge("learning/mtp_loss", "nats", "Multi-token prediction loss, factor inside."),
     _gauge("learning/raw_mtp_loss", "nats per token", "Multi-token prediction loss, no factor."),
+    _optional("learning/indexer_loss", "nats", "Sparse attention indexers' loss, factor inside."),
+    _optional("learning/router_bias_mean", "1", "Mean of the routers' expert biases."),
+    _optional("learning/router_bias_std", "1", "Deviation of a router's expert biases."),
+    _optional(
+        "learning/router_topk_weight_mean",
+        "1",
+        "Mean over tokens and chosen experts of the softmax of biased scores.",
+    ),
+    _optional(
+        "learning/router_probs_std",
+        "1",
+        "Deviation over experts of the softmax of biased scores, averaged over tokens.",
+    ),
     TOTAL_WEIGHTS,
     _gauge("learning/grad_norm", "1", "Global gradient norm after clipping."),
     RAW_GRAD_NORM,
@@ -212,3 +237,16 @@ ON_WIRE_ONLY: tuple[Metric, ...] = (
     RUN_INFO,
 )
 ALL: tuple[Metric, ...] = LOGGED + ON_WIRE_ONLY
+
+
+def mtp_depth_loss(depth: int) -> Metric:
+    """Return the series of one prediction depth: 1 -> 'ling_learning_mtp_1_loss'."""
+    template = MTP_DEPTH_LOSS
+    log_key = str(template.log_key).format(depth=depth)
+    return replace(template, name=series_name(log_key), log_key=log_key)
+
+
+def logged_in(log: Container[str | None]) -> tuple[Metric, ...]:
+    """Return the series of a log: those of ALL whose key it has, and one for each depth."""
+    depths = takewhile(lambda m: m.log_key in log, map(mtp_depth_loss, count(1)))
+    return (*(m for m in ALL if m.log_key in log), *depths)

@@ -13,6 +13,12 @@ from flax import struct
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from ling_trainer.auxiliaries import (
+    RunningLoads,
+    balance_loss,
+    indexer_loss,
+    router_z_loss,
+)
 from ling_trainer.batch import Batch
 from ling_trainer.config import LossConfig
 from ling_trainer.head_loss import Logits, Params, head_loss
@@ -46,6 +52,11 @@ class LossTerms:
     moe_z_loss: Float[Array, ""]
     raw_moe_z_loss: Float[Array, ""]
     expert_counts: Int[Array, "L E"]
+    # None where the model or the configuration has no such thing.
+    loads: Int[Array, "L E"] | None = None  # of a plain top-k; kept for global_aux_loss
+    indexer_loss: Float[Array, ""] | None = None  # coefficient inside
+    router_topk_weight_mean: Float[Array, ""] | None = None  # mean over routers
+    router_probs_std: Float[Array, ""] | None = None
 
 
 def microbatch_loss(
@@ -59,10 +70,12 @@ def microbatch_loss(
     logits: Logits,
     config: LossConfig,
     num_microbatches: int,
+    previous: RunningLoads | None = None,
 ) -> tuple[Float[Array, ""], LossTerms]:
     """Return the objective to differentiate and the terms to report.
 
-        objective = sum(weights * (xent + z)) + sum_r share_r * (mtp_r + balance_r + router_z_r)
+        objective = sum(weights * (xent + z)) + sum_r share_r * aux_r
+        aux_r = mtp_r + balance_r + router_z_r, and indexer_r where it is configured
 
     Args:
       params: what the gradient is taken of.
@@ -74,6 +87,7 @@ def microbatch_loss(
       logits: the output head.
       config: coefficients, and how depths of multi-token prediction are pooled.
       num_microbatches: what reported auxiliaries are averaged over.
+      previous: the step's earlier micro-batches; for global_aux_loss alone.
     """
     outputs = apply(params, router_bias, batch)
     head = head_loss(
@@ -82,9 +96,13 @@ def microbatch_loss(
         num_vocab_tiling=config.num_vocab_tiling,
     )  # fmt: skip
     mtp = _mtp_loss(params, outputs.mtp_hidden, batch, share, logits=logits, config=config)
-    balance = _router_loss(outputs.router.aux, share, coefficient=config.load_balance_loss_weight)
-    router_z = _router_loss(outputs.router.z, share, coefficient=config.moe_z_loss_weight)
+    router = outputs.router
+    balance = balance_loss(router, share, config=config, previous=previous)
+    router_z = router_z_loss(router, share, config=config)
+    indexer = indexer_loss(outputs.indexer_loss, share, config=config)
     objective = head.objective + mtp.objective + balance.objective + router_z.objective
+    if indexer:
+        objective += indexer.objective
     terms = LossTerms(
         objective=objective,
         lm=jnp.sum(weights * head.xent),
@@ -98,7 +116,11 @@ def microbatch_loss(
         load_balancing_loss=balance.raw / num_microbatches,
         moe_z_loss=router_z.contribution / num_microbatches,
         raw_moe_z_loss=router_z.raw / num_microbatches,
-        expert_counts=outputs.router.expert_counts,
+        expert_counts=router.expert_counts,
+        loads=router.loads if previous else None,
+        indexer_loss=indexer.contribution / num_microbatches if indexer else None,
+        router_topk_weight_mean=_mean_over_routers(router.topk_weight, num_microbatches),
+        router_probs_std=_mean_over_routers(router.probs_std, num_microbatches),
     )
     return objective, jax.lax.stop_gradient(terms)
 
@@ -165,24 +187,5 @@ def _mtp_loss(
     return _MtpLoss(objective, factor * raw, raw, (summed / own).mean(1))
 
 
-@no_type_check  # a pytree also holds shapes, shardings and NumPy arrays
-@struct.dataclass
-class _RouterLoss:
-    objective: Float[Array, ""]
-    contribution: Float[Array, ""]
-    raw: Float[Array, ""]
-
-
-def _router_loss(
-    value: Float[Array, "R L"], share: Float[Array, " R"], *, coefficient: float
-) -> _RouterLoss:
-    """Sum over routers for the objective, average over them for the raw value."""
-    groups, routers = value.shape
-    per_group = value.sum(1)
-    raw = value.sum() / (groups * max(routers, 1))
-    if not coefficient:  # 0 * NaN would be NaN, and XLA keeps the product
-        zero = jnp.zeros((), jnp.float32)
-        return _RouterLoss(zero, zero, raw)
-    return _RouterLoss(
-        coefficient * jnp.dot(share, per_group), coefficient * per_group.mean(), raw
-    )
+def _mean_over_routers(value: Float[Array, " L"] | None, num: int) -> Float[Array, ""] | None:
+    return None if value is None else value.mean() / num

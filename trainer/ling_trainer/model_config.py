@@ -43,6 +43,11 @@ class ModelConfig(Schema):
     num_experts_per_tok: PositiveInt
     n_group: PositiveInt
     topk_group: PositiveInt
+    score_function: Literal["sigmoid", "softmax"] = "sigmoid"
+    """sigmoid: expert biases take part in the choice, weights are normalised over the chosen
+    experts. softmax: no expert biases; weights are a softmax over the chosen experts."""
+    moe_router_pre_softmax: bool = False
+    """With score_function=softmax, take the softmax over all experts, before the choice."""
     num_shared_experts: Count
     moe_intermediate_size: PositiveInt
     moe_shared_expert_intermediate_size: PositiveInt | None = None
@@ -66,6 +71,10 @@ class ModelConfig(Schema):
                 self.num_experts % self.n_group == 0,
                 f"n_group={self.n_group} does not divide num_experts={self.num_experts}; "
                 "choose a divisor",
+            ),
+            (
+                self.score_function == "softmax" or not self.moe_router_pre_softmax,
+                "moe_router_pre_softmax=true needs score_function=softmax; leave it out",
             ),
             (
                 self.topk_group <= self.n_group,

@@ -11,7 +11,7 @@ from flax import struct
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from ling_trainer.health_metrics import NonFinite, Signal
+from ling_trainer.health_metrics import NonFinite, Signal, mtp_depth_loss
 from ling_trainer.loss import LossTerms
 
 INT32_MAX = 2**31 - 1
@@ -36,6 +36,8 @@ class StepReport:
     zeros_by_row: Int[Array, " rows"]  # see count_zeros
     is_finite: Bool[Array, ""]  # loss and raw_grad_norm
     num_grad_elements: int = struct.field(pytree_node=False)  # over 2^31: no int32
+    router_bias_mean: Float[Array, ""] | None  # of the biases of this step; None without a router
+    router_bias_std: Float[Array, ""] | None  # over a router's experts, averaged over routers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,10 @@ def num_elements(tree: Any) -> int:
 
 
 def to_log(report: StepReport) -> dict[str, float | int]:
-    """Return the report under its log keys: all of health_metrics.LOGGED but perf/*.
+    """Return the report under its log keys: those of health_metrics but perf/* and eval/*.
+
+    What is None in the report (a router's statistics without a router, the indexer's loss where it
+    is not configured) has no key.
 
     Args:
       report: on the host (jax.device_get). A value that is not finite stays so.
@@ -106,7 +111,23 @@ def to_log(report: StepReport) -> dict[str, float | int]:
         "learning/is_nan": int(math.isnan(lm_loss)),
         "learning/is_inf": int(math.isinf(lm_loss)),
         "learning/grad_is_nonfinite": int(not math.isfinite(raw_grad_norm)),
+        **_optional(report),
     }
+
+
+def _optional(report: StepReport) -> dict[str, float]:
+    """Return the keys whose presence depends on the model and the configuration."""
+    terms = report.terms
+    values = {
+        "learning/indexer_loss": terms.indexer_loss,
+        "learning/router_bias_mean": report.router_bias_mean,
+        "learning/router_bias_std": report.router_bias_std,
+        "learning/router_topk_weight_mean": terms.router_topk_weight_mean,
+        "learning/router_probs_std": terms.router_probs_std,
+    }
+    depths = np.asarray(terms.mtp_depth_losses)
+    values |= {str(mtp_depth_loss(d).log_key): x for d, x in enumerate(depths, start=1)}
+    return {key: float(value) for key, value in values.items() if value is not None}
 
 
 def nonfinite(report: StepReport) -> NonFiniteStep | None:

@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from ling_trainer.accumulate import accumulate
+from ling_trainer.auxiliaries import RunningLoads, no_loads, with_microbatch
 from ling_trainer.batch import Batch, split_microbatches
 from ling_trainer.config import RunConfig
 from ling_trainer.loss import Apply, Logits, LossTerms, Params, microbatch_loss
@@ -119,14 +120,19 @@ def loss_and_gradients(
         micro.loss_mask, calculate_per_token_loss=per_token, loss_groups=loss.loss_groups
     )
 
-    def grad_fn(params: Params, slices: Any, carry: tuple[()]) -> tuple[LossTerms, Params, Any]:
+    def grad_fn(
+        params: Params, slices: Any, previous: RunningLoads | None
+    ) -> tuple[LossTerms, Params, RunningLoads | None]:
         grads, terms = jax.grad(microbatch_loss, has_aux=True)(
-            params, router_bias, *slices,
-            apply=apply, logits=logits, config=loss, num_microbatches=num_microbatches,
+            params, router_bias, *slices, apply=apply, logits=logits, config=loss,
+            num_microbatches=num_microbatches, previous=previous,
         )  # fmt: skip
-        return terms, grads, carry
+        return terms, grads, with_microbatch(previous, terms.loads) if previous else None
 
-    return accumulate(grad_fn, params, (micro, weights, shares), num_microbatches=num_microbatches)
+    return accumulate(
+        grad_fn, params, (micro, weights, shares),
+        num_microbatches=num_microbatches, carry=no_loads(router_bias, loss),
+    )  # fmt: skip
 
 
 def apply_gradients(
@@ -148,6 +154,8 @@ def apply_gradients(
     optim = config.optimizer
     lm_loss, z_loss, token_avg = _reported_lm(terms, total_weights, config)
     loss = lm_loss + z_loss + terms.moe_lb_loss + terms.moe_z_loss + terms.mtp_loss
+    if terms.indexer_loss is not None:
+        loss += terms.indexer_loss
     raw_norm, rate = global_norm(grads), learning_rate(optim, state.step)
     factor = clip_factor(raw_norm, threshold=optim.gradient_clipping_threshold)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(raw_norm)
@@ -169,6 +177,8 @@ def apply_gradients(
         zeros_by_row=count_zeros(grads),
         is_finite=is_finite,
         num_grad_elements=num_elements(grads),
+        router_bias_mean=_mean_of_routers(state.router_bias.mean(-1)),
+        router_bias_std=_mean_of_routers(state.router_bias.std(-1)),
     )
     return new_state, report
 
@@ -205,6 +215,10 @@ def _reported_lm(
     if config.loss.use_tunix_gradient_accumulation:
         return token_avg, terms.z_sum / tokens, token_avg
     return terms.lm, terms.z, token_avg
+
+
+def _mean_of_routers(value: Float[Array, " L"]) -> Float[Array, ""] | None:
+    return value.mean() if value.size else None
 
 
 def _choose(condition: Array, new: TrainState, old: TrainState) -> TrainState:

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from ling_trainer.model.gla import LightningAttention
 from ling_trainer.model.layers import RMSNorm, SwiGLU, Tokens
 from ling_trainer.model.mla import MultiHeadLatentAttention
-from ling_trainer.model.moe import LayerStats, MixtureOfExperts
+from ling_trainer.model.moe import MixtureOfExperts
+from ling_trainer.model.router import LayerStats
 from ling_trainer.model_config import ModelConfig
 
 type Attention = Literal["mla", "lightning"]

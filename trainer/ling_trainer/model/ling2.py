@@ -29,9 +29,9 @@ from ling_trainer.batch import Batch
 from ling_trainer.model.block import Block
 from ling_trainer.model.gla import log_decays
 from ling_trainer.model.layers import RMSNorm, Tokens, normal
-from ling_trainer.model.moe import LayerStats
 from ling_trainer.model.mtp import PredictionDepth, Roll, roll
-from ling_trainer.model.outputs import ModelOutputs, RouterStats
+from ling_trainer.model.outputs import ModelOutputs
+from ling_trainer.model.router import LayerStats, join_layers
 from ling_trainer.model_config import ModelConfig
 from ling_trainer.sharding import constrain_rows
 
@@ -169,7 +169,8 @@ class Ling2(nnx.Module):
             state, measured = run(states[-1] if states else hidden, self._embed(ids), tokens, bias)
             states.append(state)
             stats.append(jax.tree.map(lambda x: x[None], measured))
-        return ModelOutputs(hidden, tuple(states), _router_stats(stats, self.config, tokens))
+        router = join_layers(stats, config=self.config, loss_groups=tokens.loss_groups)
+        return ModelOutputs(hidden, tuple(states), router)
 
     def _backbone(
         self, batch: Batch, tokens: Tokens, router_bias: Float[Array, "L E"]
@@ -206,7 +207,7 @@ class Ling2(nnx.Module):
 
         if self.config.scan_layers:
             x, stats = lax.scan(group, x, xs)
-            return x, [jax.tree.map(lambda s: s.reshape(-1, s.shape[-1]), stats)]
+            return x, [jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), stats)]
         collected: list[LayerStats] = []
         for g in range(count):
             x, stats = group(x, jax.tree.map(lambda a, g=g: a[g], xs))
@@ -258,15 +259,6 @@ def _checkpointed(module: nnx.Module, config: ModelConfig) -> Callable[..., Any]
         return nnx.merge(structure, leaves)(*inputs)
 
     return functools.partial(jax.checkpoint(call), leaves)
-
-
-def _router_stats(parts: list[LayerStats], config: ModelConfig, tokens: Tokens) -> RouterStats:
-    """Join statistics [layers, ...] into [R, L] and [L, E]."""
-    if not parts:
-        nothing = jnp.zeros((tokens.loss_groups, 0), jnp.float32)
-        return RouterStats(nothing, nothing, jnp.zeros((0, config.num_experts), jnp.int32))
-    joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *parts)
-    return RouterStats(joined.aux.T, joined.z.T, joined.expert_counts)
 
 
 def _structure(config: ModelConfig) -> nnx.GraphDef[Ling2]:

@@ -1,43 +1,23 @@
-"""Mixture of experts: router, balance statistics, dispatch, experts, combine.
+"""Mixture of experts: dispatch, experts, combine, behind the router of router.py.
 
-T tokens, D hidden width, E experts, k experts a token, F expert width, R loss groups.
-Source: DeepSeek-V3 (arXiv 2412.19437) section 2.1.2; Megatron-LM
-megatron/core/transformer/moe/{moe_utils,router}.py@d98e8a64 for the statistics.
+T tokens, D hidden width, E experts, k experts a token, F expert width.
+Source: DeepSeek-V3 (arXiv 2412.19437) section 2.1.2.
 """
 
-import functools
 from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from ling_trainer.model.layers import SwiGLU, Tokens, normal, precision, swiglu, weight
+from ling_trainer.model.router import LayerStats, Routing, route, router_stats
 from ling_trainer.model_config import ModelConfig
 
 # Above this many experts, computing every expert for every token costs more than sorting.
 _MOST_DENSE_EXPERTS = 32
-
-
-@no_type_check
-@struct.dataclass
-class Routing:
-    """Which experts each token goes to, and with what weight."""
-
-    indices: Int[Array, "T k"]  # best first
-    weights: Float[Array, "T k"]  # float32, scaled
-
-
-@no_type_check
-@struct.dataclass
-class LayerStats:
-    """One router's statistics; see outputs.RouterStats."""
-
-    aux: Float[Array, "*layers R"]
-    z: Float[Array, "*layers R"]
-    expert_counts: Int[Array, "*layers E"]
 
 
 @no_type_check
@@ -82,7 +62,8 @@ class MixtureOfExperts(nnx.Module):
         y = self.experts(flat, routing)
         if self.config.num_shared_experts:
             y = y + self.shared(flat)
-        return y.reshape(x.shape), router_stats(scores, routing, tokens, config=self.config)
+        stats = router_stats(scores, routing, expert_bias, tokens, config=self.config)
+        return y.reshape(x.shape), stats
 
 
 class Experts(nnx.Module):
@@ -103,63 +84,6 @@ class Experts(nnx.Module):
         gate_up, down = weight(self.gate_up, x.dtype), weight(self.down, x.dtype)
         dense = jax.default_backend() == "cpu" and gate_up.shape[0] <= _MOST_DENSE_EXPERTS
         return (dense_experts if dense else sorted_experts)(x, routing, gate_up, down)
-
-
-def route(
-    scores: Float[Array, "T E"], expert_bias: Float[Array, " E"], *, config: ModelConfig
-) -> Routing:
-    """Choose experts by biased sigmoid scores within the best groups; weigh by unbiased ones.
-
-    A group counts by the sum of its best (num_experts_per_tok / topk_group) biased scores; the
-    best topk_group groups stay. The bias takes part in the choice only, and gets no gradient.
-
-    Args:
-      scores: the router's raw logits, float32.
-      expert_bias: added to sigmoid(scores) for the choice.
-      config: numbers of experts and groups, and routed_scaling_factor.
-    """
-    c, (count, experts) = config, scores.shape
-    shares = jax.nn.sigmoid(scores)
-    biased = lax.stop_gradient(shares + expert_bias)
-    grouped = biased.reshape(count, c.n_group, experts // c.n_group)
-    best, _ = lax.top_k(grouped, c.num_experts_per_tok // c.topk_group)
-    _, groups = lax.top_k(best.sum(axis=-1), c.topk_group)
-    stays = jax.nn.one_hot(groups, c.n_group, dtype=jnp.bool_).any(axis=1)
-    masked = jnp.where(stays[:, :, None], grouped, -jnp.inf).reshape(count, experts)
-    _, indices = lax.top_k(masked, c.num_experts_per_tok)
-    weights = jnp.take_along_axis(shares, indices, axis=-1)
-    if c.num_experts_per_tok > 1:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return Routing(indices, weights * c.routed_scaling_factor)
-
-
-def router_stats(
-    scores: Float[Array, "T E"], routing: Routing, tokens: Tokens, *, config: ModelConfig
-) -> LayerStats:
-    """Measure a router over the valid tokens, per loss group (equal blocks of rows).
-
-    aux = E / (k T^2) sum_i count_i sum_t q_ti, with q = sigmoid(scores) normalised over all
-    experts and counts of a plain top-k of q, as Megatron has it: neither bias nor groups.
-    z = mean_t logsumexp(scores_t)^2. expert_counts are of the routing itself.
-    """
-    groups, experts = tokens.loss_groups, scores.shape[-1]
-    chosen_per_token = config.num_experts_per_tok
-    valid = tokens.valid.reshape(groups, -1)
-    counted = jnp.where(valid, 1.0, 0.0)
-    total = jnp.maximum(counted.sum(axis=-1), 1.0)
-    grouped = scores.reshape(groups, -1, experts)
-    shares = jax.nn.sigmoid(grouped)
-    shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
-    _, plain = lax.top_k(lax.stop_gradient(shares), chosen_per_token)
-    loads = _counts(plain, valid, experts).astype(jnp.float32)
-    shares = jnp.where(valid[..., None], shares, 0.0).sum(axis=1)
-    logsumexp = jax.nn.logsumexp(grouped, axis=-1)
-    chosen = routing.indices.reshape(groups, -1, chosen_per_token)
-    return LayerStats(
-        aux=experts / (chosen_per_token * total**2) * (loads * shares).sum(axis=-1),
-        z=jnp.where(valid, logsumexp**2, 0.0).sum(axis=-1) / total,
-        expert_counts=_counts(chosen, valid, experts).sum(axis=0),
-    )
 
 
 def dense_experts(
@@ -252,10 +176,3 @@ def _permute_backward(places: Array, gradient: Array) -> tuple[Array, None, None
 
 combine.defvjp(_combine_forward, _combine_backward)
 _permute.defvjp(_permute_forward, _permute_backward)
-
-
-@functools.partial(jax.vmap, in_axes=(0, 0, None))
-def _counts(indices: Int[Array, "T k"], valid: Bool[Array, " T"], experts: int) -> Array:
-    """Return int32 [E]: valid tokens routed to each expert, exact for any number of them."""
-    weights = jnp.broadcast_to(valid[:, None], indices.shape).astype(jnp.int32)
-    return jnp.zeros(experts, jnp.int32).at[indices].add(weights)

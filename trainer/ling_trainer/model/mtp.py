@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 
 from ling_trainer.model.block import Block
 from ling_trainer.model.layers import RMSNorm, Tokens, normal, project
-from ling_trainer.model.moe import LayerStats
+from ling_trainer.model.router import LayerStats
 from ling_trainer.model_config import ModelConfig
 
 type Roll = Literal["segment", "plain"]
