@@ -4,15 +4,19 @@ import argparse
 import asyncio
 import logging
 import signal
+import socket
 import sys
+import uuid
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from ling_operator.caches import Caches
 from ling_operator.cluster import Cluster
 from ling_operator.connection import Connection, NoClusterError, discover
 from ling_operator.controller import Controller
+from ling_operator.lease import RETRY_SECONDS, LeaderLease
 from ling_operator.logs import log_json
 from ling_operator.reflector import Key
 from ling_operator.rest import RestClient
@@ -21,6 +25,8 @@ from ling_operator.telemetry import Telemetry
 from ling_operator.workqueue import WorkQueue
 
 STOP_SECONDS = 10.0
+LEASE_NAME = "ling-operator"
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 _log = logging.getLogger("ling_operator.app")  # also when run as __main__
 
@@ -62,11 +68,29 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="HOST:PORT",
         help="/healthz and /readyz; 0 serves none (default :8081)",
     )
+    parser.add_argument(
+        "--leader-elect",
+        action="store_true",
+        help="act only while holding the Lease; needed for more than one replica",
+    )
+    parser.add_argument(
+        "--leader-election-namespace",
+        default=_own_namespace(),
+        metavar="NAMESPACE",
+        help="of the Lease; default: the pod's own",
+    )
     parser.add_argument("--workers", type=_positive, default=16, help="runs looked at at once")
     parser.add_argument(
         "--log-level", choices=["debug", "info", "warning", "error"], default="info"
     )
     return parser.parse_args(arguments)
+
+
+def _own_namespace() -> str:
+    try:
+        return _NAMESPACE_FILE.read_text().strip()
+    except OSError:
+        return "default"
 
 
 def _address(text: str) -> str:
@@ -90,11 +114,13 @@ async def operate(options: argparse.Namespace, connection: Connection) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(RestClient(connection))
+        lease = await _lease(options, connection, stack)
+        leading = (lambda: True) if lease is None else (lambda: lease.leading)
+        client = await stack.enter_async_context(RestClient(connection, may_write=leading))
         session = await stack.enter_async_context(scrape_session())
         queue: WorkQueue[Key] = WorkQueue()
         caches = Caches(client, namespace=options.namespace, wake=queue.add)
-        telemetry = Telemetry(queue, caches)
+        telemetry = Telemetry(queue, caches, leading=leading)
         await telemetry.serve(
             stack,
             metrics=options.metrics_bind_address,
@@ -102,11 +128,12 @@ async def operate(options: argparse.Namespace, connection: Connection) -> int:
         )
         controller = Controller(queue, caches, Cluster(client, caches), telemetry)
         tasks = [_named(r.run(), f"watch {r.kind}") for r in caches.reflectors]
+        tasks += [_named(lease.run(), "lease")] if lease is not None else []
         _log.info("started", extra={"server": connection.server, "namespace": options.namespace})
-        # With leader election, everything below waits for the lease; the caches do not.
-        synced = _named(caches.synced(), "first lists")
-        ended = await _first_end([*tasks, synced], stop)
-        if ended is synced:
+        # A standby's caches are full when it takes over; everything below waits for the Lease.
+        ready = _named(_ready(caches, lease), "first lists and the Lease")
+        ended = await _first_end([*tasks, ready], stop)
+        if ended is ready:
             telemetry.workers_started()
             _log.info("caches synced")
             tasks += [_named(controller.work(), f"worker {i}") for i in range(options.workers)]
@@ -115,10 +142,32 @@ async def operate(options: argparse.Namespace, connection: Connection) -> int:
             ended = await _first_end(tasks, stop)
         await controller.stop(STOP_SECONDS)
         queue.close()
-        for task in [*tasks, synced]:
+        for task in [*tasks, ready]:
             task.cancel()
-        await asyncio.gather(*tasks, synced, return_exceptions=True)
+        await asyncio.gather(*tasks, ready, return_exceptions=True)
+        if lease is not None:
+            await lease.release()
     return _exit_code(ended)
+
+
+async def _lease(
+    options: argparse.Namespace, connection: Connection, stack: AsyncExitStack
+) -> LeaderLease | None:
+    """Return the Lease to act under, None where this is the only replica."""
+    if not options.leader_elect:
+        return None
+    return LeaderLease(
+        await stack.enter_async_context(RestClient(connection, request_seconds=RETRY_SECONDS)),
+        namespace=options.leader_election_namespace,
+        name=LEASE_NAME,
+        identity=f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}",
+    )
+
+
+async def _ready(caches: Caches, lease: LeaderLease | None) -> None:
+    await caches.synced()
+    if lease is not None:
+        await lease.acquired.wait()
 
 
 def _named[T](coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from types import TracebackType
@@ -61,7 +61,14 @@ class WatchIdleError(Exception):
 
 
 class RestClient:
-    """Talks to one API server; use as an asynchronous context manager."""
+    """Talks to one API server; use as an asynchronous context manager.
+
+    Args:
+      connection: the server.
+      read_idle_seconds: silence after which a watch counts as dead.
+      request_seconds: for any other request.
+      may_write: asked right before each request that changes something; False refuses it.
+    """
 
     def __init__(
         self,
@@ -69,8 +76,10 @@ class RestClient:
         *,
         read_idle_seconds: float = READ_IDLE_SECONDS,
         request_seconds: float = REQUEST_SECONDS,
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         self._connection = connection
+        self._may_write = may_write
         self._read_idle_seconds = read_idle_seconds
         self._request_seconds = request_seconds
         self._session: aiohttp.ClientSession | None = None
@@ -202,13 +211,17 @@ class RestClient:
         if self._session is None:
             msg = "use the client as `async with RestClient(...) as client`"
             raise RuntimeError(msg)
+        headers = await self._headers(content_type)
+        if method != "GET" and not self._may_write():
+            msg = f"{method} {path}: not sent, this replica does not lead"
+            raise ApiError(status=None, reason="NotLeading", message=msg)
         try:
             async with self._session.request(
                 method,
                 self._connection.server + path,
                 params=params,
                 data=None if body is None else json.dumps(body, allow_nan=False),
-                headers=await self._headers(content_type),
+                headers=headers,
                 timeout=timeout,
                 allow_redirects=False,
                 server_hostname=self._connection.server_hostname,

@@ -29,7 +29,13 @@ LONGEST_SILENCE_SECONDS = 240.0
 class Telemetry:
     """Counts what the operator does, and reads the rest from queue and caches when asked."""
 
-    def __init__(self, queue: WorkQueue[Key], caches: Caches) -> None:
+    def __init__(
+        self,
+        queue: WorkQueue[Key],
+        caches: Caches,
+        *,
+        leading: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._queue = queue
         self._caches = caches
         self.registry = CollectorRegistry()
@@ -52,7 +58,7 @@ class Telemetry:
             registry=self.registry,
         )
         ProcessCollector(registry=self.registry)
-        self.registry.register(_Snapshot(queue, caches))
+        self.registry.register(_Snapshot(queue, caches, leading))
         self._working = False
 
     def workers_started(self) -> None:
@@ -99,11 +105,15 @@ class Telemetry:
 
 
 class _Snapshot(Collector):
-    """Gauges of the moment. Series of a run live as long as its object: they are read from it."""
+    """Gauges of the moment. Series of a run live as long as its object: they are read from it.
 
-    def __init__(self, queue: WorkQueue[Key], caches: Caches) -> None:
+    Only the leader has them: from two replicas an alert would fire twice.
+    """
+
+    def __init__(self, queue: WorkQueue[Key], caches: Caches, leading: Callable[[], bool]) -> None:
         self._queue = queue
         self._caches = caches
+        self._leading = leading
 
     def describe(self) -> Iterable[Metric]:
         """Name nothing in advance, so that registering reads no cache."""
@@ -117,8 +127,12 @@ class _Snapshot(Collector):
         yield GaugeMetricFamily(
             "ling_operator_workers_busy", "Runs being looked at.", value=self._queue.in_progress
         )
+        yield GaugeMetricFamily(
+            "ling_operator_leading", "1 on the replica that acts.", value=float(self._leading())
+        )
         yield from self._watches()
-        yield from self._runs()
+        if self._leading():
+            yield from self._runs()
 
     def _watches(self) -> Iterator[Metric]:
         age = _gauge(
