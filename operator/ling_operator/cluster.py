@@ -86,10 +86,15 @@ class Cluster:
             self._problems[key] = result.message
 
     def record_heartbeat(self, key: Key, beat: Heartbeat) -> None:
-        """Take a host's heartbeat; those of pods that are gone are dropped."""
+        """Take a host's heartbeat."""
+        self._heartbeats.setdefault(key, {})[beat.pod_uid] = beat
+
+    def heartbeats(self, key: Key) -> tuple[Heartbeat, ...]:
+        """Return the heartbeats of a run's hosts; those of pods that are gone are dropped."""
         uids = {pod.uid for pod in self._caches.pods_of(key)}
         kept = {u: b for u, b in self._heartbeats.get(key, {}).items() if u in uids}
-        self._heartbeats[key] = kept | {beat.pod_uid: beat}
+        self._heartbeats[key] = kept
+        return tuple(kept.values())
 
     async def observe(self, namespace: str, name: str) -> Observed | None:
         """Return all that a decision about a run rests on; None if there is no such run.
@@ -115,7 +120,7 @@ class Cluster:
             pods=self._caches.pods_of(key),
             jobs=self._caches.jobs_of(key),
             sample=self._samples.get(key),
-            heartbeats=tuple(self._heartbeats.get(key, {}).values()),
+            heartbeats=self.heartbeats(key),
             scrape_problem=self._problems.get(key),
             create_error=message if attempt == run.spec.attempt else None,
             now=self._now(),

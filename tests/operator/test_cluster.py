@@ -9,16 +9,17 @@ import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from ling_operator.api import RUN_LABEL, Phase, TrainingRunStatus
+from ling_operator.api import METRICS_PORT_ANNOTATION, RUN_LABEL, Phase, TrainingRunStatus
 from ling_operator.caches import Caches
 from ling_operator.cluster import Cluster
 from ling_operator.connection import Connection
+from ling_operator.controller import Controller
 from ling_operator.jobset import build_jobset
 from ling_operator.plan import (
     CreateJobSet,
@@ -29,7 +30,16 @@ from ling_operator.plan import (
     SetWorkloadActive,
 )
 from ling_operator.rest import ApiError, RestClient
-from ling_operator.views import RESTART_ATTEMPT_LABEL, TRAINER_CONTAINER
+from ling_operator.scrape import scrape_session
+from ling_operator.telemetry import Telemetry
+from ling_operator.views import (
+    COMPLETION_INDEX_LABEL,
+    JOB_INDEX_LABEL,
+    JOB_SET_UID_LABEL,
+    RESTART_ATTEMPT_LABEL,
+    TRAINER_CONTAINER,
+)
+from ling_operator.workqueue import WorkQueue
 
 RUNS = "/apis/ling.primatrix.io/v1alpha1/namespaces/team/trainingruns"
 JOBSETS = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/team/jobsets"
@@ -424,3 +434,56 @@ async def test_any_change_of_what_belongs_to_a_run_wakes_the_run(scene: Any) -> 
         assert observed is not None
         assert observed.jobs == ("ling2-slice-job-0",)
         assert observed.jobset is not None
+
+
+@asynccontextmanager
+async def trainers(page: str) -> AsyncGenerator[int]:
+    """A port that answers as every host's metrics page does."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=page)
+
+    app = web.Application()
+    app.router.add_get("/metrics", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield runner.addresses[0][1]
+    await runner.cleanup()
+
+
+def host(index: int, port: int) -> dict[str, Any]:
+    """A running pod of JobSet js-1 whose metrics are at this port of this machine."""
+    running = {"name": TRAINER_CONTAINER, "state": {"running": {}}}
+    raw = pod(f"p{index}", phase="Running", podIP="127.0.0.1", containerStatuses=[running])
+    raw["metadata"]["labels"] |= {
+        JOB_SET_UID_LABEL: "js-1",
+        JOB_INDEX_LABEL: "0",
+        COMPLETION_INDEX_LABEL: str(index),
+    }
+    raw["metadata"]["annotations"] = {METRICS_PORT_ANNOTATION: str(port)}
+    return {**raw, "spec": {"nodeName": f"node-{index}"}}
+
+
+@pytest.mark.asyncio
+async def test_the_heartbeats_of_all_hosts_are_read_besides_process_0s_page(scene: Any) -> None:
+    page = "ling_step 12\nling_heartbeat_timestamp_seconds 1.7672256e+09\n"
+    run = stored_run(scene, attempt=1, jobSetUID="js-1", phase="Running")
+    async with trainers(page) as port:
+        pods = [host(index, port) for index in range(3)]
+        async with world(scene, watching=True, runs=[run], pods=pods) as w:
+            queue = WorkQueue[tuple[str, str]]()
+            controller = Controller(queue, w.caches, w.cluster, Telemetry(queue, w.caches))
+            async with scrape_session() as session:
+                scraping = asyncio.create_task(controller.scrape(session))
+                await until(lambda: len(w.cluster.heartbeats(KEY)) == 3)
+                scraping.cancel()
+                await asyncio.gather(scraping, return_exceptions=True)
+            observed = await w.cluster.observe(*KEY)
+            assert observed is not None
+            beats = {beat.host: beat.time for beat in observed.heartbeats}
+            assert beats == dict.fromkeys(
+                ("node-0", "node-1", "node-2"), datetime(2026, 1, 1, tzinfo=UTC)
+            )
+            w.api.send(PODS, "DELETED", host(2, port))
+            await until(lambda: len(w.cluster.heartbeats(KEY)) == 2)
