@@ -19,7 +19,7 @@ type Window = Annotated[int, Field(ge=10, le=128)]
 
 
 class NonFinitePolicy(Schema):
-    """A NaN or an infinity in the loss or in the gradients. Reason NonFiniteLoss or -Gradient."""
+    """NaN or infinity in loss or gradients. Reason NonFiniteLoss or NonFiniteGradient."""
 
     consecutive_steps: PositiveInt = 1
     """Non-finite steps in a row that make the run diverged."""

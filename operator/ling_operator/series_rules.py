@@ -155,11 +155,9 @@ def _rewound(state: SeriesState, step: int) -> SeriesState:
         return state
     count = sum(s < step for s in state.window.steps)
     window = Window(steps=state.window.steps[:count], values=state.window.values[:count])
-    update: dict[str, object] = {"window": window}
+    update: dict[str, object] = {"window": window, "row": 0, "first_step": None, "value": None}
     if good >= step:
         update["good_step"] = window.steps[-1] if count else None
-    if first >= step:
-        update |= {"row": 0, "first_step": None, "value": None}
     return state.model_copy(update=update)
 
 

@@ -41,6 +41,18 @@ def test_an_object_gets_the_documented_defaults(scene: Any) -> None:
         ({"suspend": "yes"}, "spec.suspend='yes': input should be a valid boolean"),
         ({"tpu": {"accelerator": "v5p-8", "topology": "2x2"}, "cpu": None}, ""),
         ({"tpu": {"accelerator": "v5p-8", "topology": "big"}}, "spec.tpu.topology='big': "),
+        (
+            {"health": {"lossSpike": {"window": 5}}},
+            "spec.health.lossSpike.window=5: input should be greater than or equal to 10",
+        ),
+        (
+            {"health": {"lossSpikes": {}}},
+            "spec.health.lossSpikes is not a field; did you mean lossSpike?",
+        ),
+        (
+            {"health": {"stall": {"action": "Restart"}}},
+            "spec.health.stall.action='Restart': input should be 'Halt', 'Alert' or 'Ignore'",
+        ),
         ({"run": {"x": float("nan")}}, "NaN and infinities have no place in a TrainingRun"),
     ],
 )

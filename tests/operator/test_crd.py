@@ -93,6 +93,21 @@ def test_the_rest_of_spec_shows_its_defaults(schema: Node) -> None:
         assert "default" not in node, f"status{path}: the operator writes all of it"
 
 
+def test_every_health_rule_is_explained_and_shows_its_thresholds_and_its_action(
+    schema: Node,
+) -> None:
+    health = schema["properties"]["spec"]["properties"]["health"]["properties"]
+    rules = {name: node for name, node in health.items() if node["type"] == "object"}
+    assert len(rules) == 9
+    for name, rule in rules.items():
+        assert rule["default"] == {}, name
+        assert "Reason" in rule["description"], name
+        assert rule["properties"]["action"]["enum"] == ["Halt", "Alert", "Ignore"], name
+        for field, node in rule["properties"].items():
+            assert "default" in node, f"{name}.{field}"
+            assert node["description"], f"{name}.{field}"
+
+
 def test_every_field_of_spec_is_either_fixed_or_free() -> None:
     fields = {str(field.alias) for field in TrainingRunSpec.model_fields.values()}
     assert fields == set(FIXED_FIELDS) | FREE_FIELDS
