@@ -78,7 +78,7 @@ NOISY = [3.0, 3.5, 2.5, 3.25, 2.75] * 8
         ("lm_loss", CALM[:4], [8.0] * 9, None),  # too short a past
         ("lm_loss", CALM, [0.0] * 9, None),
         ("lm_loss", CALM, [0.0] * 10, "ZeroLoss"),
-        ("lm_loss", [*CALM, *[0.0] * 9], CALM, None),  # from 0 back to 3 is no spike
+        ("lm_loss", [*CALM, *[3.0, *[0.0] * 9] * 5], CALM, None),  # from 0 to 3 is no spike
         ("raw_grad_norm", CALM, [29.0] * 9, None),
         ("raw_grad_norm", CALM, [31.0] * 3, "GradNormSpike"),
         ("raw_grad_norm", [1.0, 3.0, 10.0, 30.0] * 10, [90.0] * 9, None),

@@ -21,6 +21,7 @@ from ling_operator.verdict import HealthSample
 from ling_operator.views import JobSetView, PodView, Termination
 
 SCHEMA = build_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+TOUCHY = {"zeroLoss": {"consecutiveSteps": 1}}
 EXIT_CODES = [0, 1, 2, 3, 42, 90, 134, 137, 143]
 STOPPED = {Phase.HALTED, Phase.FAILED, Phase.COMPLETE, Phase.CANCELLED}
 
@@ -108,14 +109,16 @@ class Cluster:
         fresh = [self.scene.pod(i, uid=f"pod-{i}-{self.made}-{restarts}", **new) for i in range(2)]
         self.pods = kept + fresh
 
-    def page(self, *, bad: bool) -> None:
+    def page(self, kind: str) -> None:
         zero = [p for p in self.pods if p.live and p.completion_index == 0]
         if not zero:
             return
-        self.bad_pages += bad
-        make = self.scene.nan_sample if bad else self.scene.sample
-        uid = zero[-1].uid
-        self.sample = make(self.step + 1, self.seconds, pod_uid=uid, page_pod_uid=uid)
+        self.bad_pages += kind != "good"
+        make = self.scene.nan_sample if kind == "nan" else self.scene.sample
+        uid, time = zero[-1].uid, self.scene.at(self.seconds)
+        series = {"lm_loss": 0.0} if kind == "zero loss" else {}
+        series |= {"pod_uid": uid, "page_pod_uid": uid, "last_step_time": time}
+        self.sample = make(self.step + 1, self.seconds, **series)
 
     def exit(self, index: int, code: int) -> None:
         words = Termination(reason="NonFiniteLoss", step=self.step) if code == 90 else None
@@ -179,7 +182,7 @@ OPERATIONS = st.one_of(
     st.just(("pass",)),
     st.just(("advance",)),
     st.just(("advance",)),
-    st.tuples(st.just("page"), st.booleans()),
+    st.tuples(st.just("page"), st.sampled_from(["good", "nan", "zero loss"])),
     st.tuples(st.just("exit"), st.integers(0, 1), st.sampled_from(EXIT_CODES)),
     st.just(("raise attempt",)),
     st.just(("lower attempt",)),
@@ -205,8 +208,8 @@ def play(cluster: Cluster, operation: tuple[Any, ...], old: Observed) -> None:
             cluster.run_pass(old)
         case ("advance",):
             cluster.advance()
-        case ("page", bad):
-            cluster.page(bad=bad)
+        case ("page", kind):
+            cluster.page(kind)
         case ("exit", index, code):
             cluster.exit(index, code)
         case ("raise attempt",):
@@ -232,7 +235,7 @@ def play(cluster: Cluster, operation: tuple[Any, ...], old: Observed) -> None:
 @given(st.lists(OPERATIONS, max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_no_history_breaks_a_promise(scene: Any, operations: list[tuple[Any, ...]]) -> None:
-    cluster = Cluster(scene, scene.run())
+    cluster = Cluster(scene, scene.run(health=TOUCHY))
     old = cluster.observe()
     for i, operation in enumerate(operations):
         if i % 4 == 0:
@@ -245,7 +248,7 @@ def test_no_history_breaks_a_promise(scene: Any, operations: list[tuple[Any, ...
 def test_left_alone_it_comes_to_rest_where_the_spec_asks(
     scene: Any, operations: list[tuple[Any, ...]], suspend: bool
 ) -> None:
-    cluster = Cluster(scene, scene.run())
+    cluster = Cluster(scene, scene.run(health=TOUCHY))
     for operation in operations:
         play(cluster, operation, cluster.observe())
     cluster.spec(attempt=cluster.run.status.attempt + 1, suspend=suspend)
@@ -266,7 +269,7 @@ def test_missing_pages_are_never_evidence(scene: Any, pages: list[str]) -> None:
     for page in pages:
         cluster.advance()
         if page == "good":
-            cluster.page(bad=False)
+            cluster.page("good")
         cluster.seconds += 20
         cluster.run_pass(cluster.observe())
         assert cluster.run.status.phase in {Phase.PENDING, Phase.STARTING, Phase.RUNNING}
@@ -281,7 +284,7 @@ def test_a_halt_that_is_undone_is_redone_at_most_once_a_minute(scene: Any, pause
     for _ in range(4):
         cluster.run_pass(cluster.observe())
         cluster.advance()
-    cluster.page(bad=True)
+    cluster.page("nan")
     cluster.run_pass(cluster.observe())
     cluster.run_pass(cluster.observe())
     assert cluster.run.status.phase == Phase.HALTED
