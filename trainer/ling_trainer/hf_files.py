@@ -21,7 +21,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SCALE = "_scale_inv"
 _FP8 = DTYPES["F8_E4M3"]
 _BLOCK = (128, 128)
-_PLAIN = {DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}
+_PLAIN = {DTYPES[name] for name in ("F32", "F16", "BF16")}
 _SCALE_TYPES = {DTYPES[name] for name in ("F32", "BF16", "F8_E8M0")}
 
 
@@ -31,10 +31,12 @@ class HfCheckpoint:
 
     Attributes:
       config: the content of config.json.
+      text: the same as it stands there.
       tensors: by name; see HfTensors.
     """
 
     config: dict[str, Any]
+    text: str
     tensors: "HfTensors"
 
 
@@ -117,7 +119,8 @@ def open_hf(directory: str | Path) -> HfCheckpoint:
         disagree, or the weights are compressed in a way that cannot be read, which is named.
     """
     directory = Path(directory)
-    config = _read_json(directory / "config.json")
+    text = _read_text(directory / "config.json")
+    config = _parse(text, directory / "config.json")
     block = _fp8_block(config, directory / "config.json")
     where = _weight_map(directory)
     headers = {path: read_header(path) for path in sorted(set(where.values()))}
@@ -134,7 +137,7 @@ def open_hf(directory: str | Path) -> HfCheckpoint:
                 f"{_some(extra)}"
             )
     files = {name: (path, headers[path][name]) for name, path in where.items()}
-    return HfCheckpoint(config, HfTensors(files, block))
+    return HfCheckpoint(config, text, HfTensors(files, block))
 
 
 def dequantise(
@@ -177,7 +180,7 @@ def _fp8_block(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
 def _weight_map(directory: Path) -> dict[str, Path]:
     index = directory / _INDEX
     if index.exists():
-        where = _read_json(index).get("weight_map")
+        where = _parse(_read_text(index), index).get("weight_map")
         if not isinstance(where, dict):
             raise TensorFileError(f"{index}: there is no weight_map in it")
         outside = [file for file in where.values() if Path(file).name != file]
@@ -190,11 +193,18 @@ def _weight_map(directory: Path) -> dict[str, Path]:
     return dict.fromkeys(read_header(single), single)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str:
     try:
-        content = json.loads(path.read_text())
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise TensorFileError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise TensorFileError(f"{path}: is no text ({error})") from error
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
     except ValueError as error:
         raise TensorFileError(f"{path}: is not JSON ({error})") from error
     if not isinstance(content, dict):

@@ -6,34 +6,44 @@ from pydantic import Field, model_validator
 
 from ling_trainer.schema import Count, PositiveInt, Schema, require
 
+type AttentionKind = Literal["mla", "lightning", "gqa"]
+
 
 class ModelConfig(Schema):
-    """The architecture: a hybrid of MLA and lightning attention with MoE and MTP."""
+    """The architecture: the hybrid of Ling 2.5, or Ling 2.0's attention, with MoE and MTP.
+
+    layer_group_size to v_head_dim are needed by the hybrid, which has all of them set, and must be
+    left out without it.
+    """
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
     num_hidden_layers: PositiveInt
     """Layers of the backbone; multi-token prediction layers come on top."""
+    attention_type: Literal["hybrid", "gqa"] = "hybrid"
+    """hybrid: lightning attention and MLA (Ling 2.5, 2.6); gqa: grouped queries (Ling 2.0)."""
     num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    """Heads of keys and values with attention_type=gqa; the hybrid has num_attention_heads."""
     head_dim: PositiveInt
-    """Width of a lightning-attention head; heads times this need not be hidden_size."""
+    """Width of a lightning or gqa head; heads times this need not be hidden_size."""
     intermediate_size: PositiveInt
     """Width of a dense feed-forward layer."""
     first_k_dense_replace: Count
     """The first k layers have a dense feed-forward; all later ones are mixtures of experts."""
-    layer_group_size: PositiveInt
+    layer_group_size: PositiveInt = 1
     """Every layer_group_size-th layer is MLA, and so is each layer after the last full group."""
-    group_norm_size: PositiveInt
+    group_norm_size: PositiveInt = 1
     """Number of groups (not their width) of the norm on lightning attention's output."""
-    q_lora_rank: Annotated[int, Field(ge=1)] | None
+    q_lora_rank: PositiveInt | None = None
     """Rank of MLA's query compression; null projects queries directly."""
-    kv_lora_rank: PositiveInt
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
-    v_head_dim: PositiveInt
+    kv_lora_rank: Count = 0
+    qk_nope_head_dim: Count = 0
+    qk_rope_head_dim: Annotated[int, Field(ge=0, multiple_of=2)] = 0
+    v_head_dim: Count = 0
     rope_theta: Annotated[float, Field(gt=0)]
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of a lightning head's width that is rotated."""
+    """Share of a lightning or gqa head's width that is rotated."""
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     lightning_slope_layer_offset: Literal[0, 1] = 0
     """Decay of layer l scales with 1 - (l - offset)/(N - 1): 0 is Megatron's, 1 Hugging Face's."""
@@ -114,19 +124,70 @@ class ModelConfig(Schema):
                 f"first_k_dense_replace={self.first_k_dense_replace} exceeds "
                 f"num_hidden_layers={self.num_hidden_layers}; lower it",
             ),
+        )
+        require((*rules, *self._attention_rules()))
+        return self
+
+    def _attention_rules(self) -> list[tuple[bool, str]]:
+        """Return the rules of the attention that was chosen, and refuse settings of the other."""
+        if self.attention_type == "gqa":
+            fields = type(self).model_fields
+            heads = self.num_key_value_heads
+            return [
+                *(
+                    (
+                        value == fields[name].default,
+                        f"{name}={value} is of attention_type=hybrid, not of gqa; leave it out",
+                    )
+                    for name, value in self._hybrid_values()
+                ),
+                (
+                    heads is None or self.num_attention_heads % heads == 0,
+                    f"num_key_value_heads={heads} does not divide "
+                    f"num_attention_heads={self.num_attention_heads}; choose a divisor",
+                ),
+            ]
+        return [
+            *(
+                (
+                    name in self.model_fields_set and value != 0,
+                    f"{name} is not set; attention_type=hybrid needs it (or choose a preset)",
+                )
+                for name, value in self._hybrid_values()
+            ),
+            (
+                self.num_key_value_heads in {None, self.num_attention_heads},
+                f"num_key_value_heads={self.num_key_value_heads}: with attention_type=hybrid "
+                "every head has its own keys and values; leave it out",
+            ),
             (
                 self.num_hidden_layers > 1,
                 f"num_hidden_layers={self.num_hidden_layers}: the decay of lightning attention "
                 "needs at least 2 layers",
             ),
-        )
-        require(rules)
-        return self
+        ]
+
+    def _hybrid_values(self) -> list[tuple[str, int | None]]:
+        """List the settings that only the hybrid has."""
+        return [
+            ("layer_group_size", self.layer_group_size),
+            ("group_norm_size", self.group_norm_size),
+            ("q_lora_rank", self.q_lora_rank),
+            ("kv_lora_rank", self.kv_lora_rank),
+            ("qk_nope_head_dim", self.qk_nope_head_dim),
+            ("qk_rope_head_dim", self.qk_rope_head_dim),
+            ("v_head_dim", self.v_head_dim),
+        ]
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated width of a lightning head."""
+        """Rotated width of a lightning or gqa head."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values with attention_type=gqa."""
+        return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def shared_expert_width(self) -> int:
@@ -145,9 +206,15 @@ class ModelConfig(Schema):
         return self.num_moe_layers + self.num_nextn_predict_layers
 
     def is_mla(self, layer: int) -> bool:
-        """Tell whether layer (0-based) is MLA: last of its group, or past the last full group."""
+        """Tell whether a hybrid's layer (from 0) is MLA: last of its group, or after full ones."""
         last_full = self.num_hidden_layers // self.layer_group_size * self.layer_group_size
         return (layer + 1) % self.layer_group_size == 0 or layer >= last_full
+
+    def attention_of(self, layer: int) -> AttentionKind:
+        """Return a layer's attention; layers from num_hidden_layers on are prediction depths."""
+        if self.attention_type == "gqa":
+            return "gqa"
+        return "mla" if layer >= self.num_hidden_layers or self.is_mla(layer) else "lightning"
 
     def is_moe(self, layer: int) -> bool:
         """Tell whether layer (0-based) is a mixture of experts."""

@@ -124,8 +124,13 @@ class TensorWriter:
     Use as a context manager. Leaving it without an error checks that all were written.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]):
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
+        metadata: Mapping[str, str] = MappingProxyType({"format": "pt"}),
+    ) -> None:
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
         position, starts = 0, {}
         for name, (shape, dtype) in tensors.items():
             starts[name] = TensorInfo(shape, dtype, position)
@@ -139,10 +144,12 @@ class TensorWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # aligns the data
         self._data = 8 + len(text)
-        self._infos, self._left = starts, set(tensors)
-        self._path, self._file = path, path.open("xb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        self._file.truncate(self._data + position)
+        self._infos = starts
+        self._left = {name: info.num_bytes for name, info in starts.items()}
+        self._path = path
+        with path.open("xb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(self._data + position)
 
     def write(self, name: str, value: Shaped[np.ndarray, "..."]) -> None:
         """Write one tensor; its shape and type must be those announced."""
@@ -152,17 +159,32 @@ class TensorWriter:
                 f"{name} is {value.dtype}{list(value.shape)}; "
                 f"{info.dtype}{list(info.shape)} was announced"
             )
-        self._file.seek(self._data + info.start)
-        self._file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-        self._left.discard(name)
+        self._write_at(name, 0, value)
+
+    def write_row(self, name: str, row: int, value: Shaped[np.ndarray, "..."]) -> None:
+        """Write one row of a tensor's first dimension; each row once."""
+        info = self._infos[name]
+        if value.shape != info.shape[1:] or value.dtype != info.dtype or row >= info.shape[0]:
+            raise ValueError(
+                f"row {row} of {name} is {value.dtype}{list(value.shape)}; "
+                f"{info.dtype}{list(info.shape)} was announced"
+            )
+        self._write_at(name, row * value.nbytes, value)
+
+    def _write_at(self, name: str, offset: int, value: Shaped[np.ndarray, "..."]) -> None:
+        with self._path.open("r+b") as file:  # each time: a large model has a thousand files
+            file.seek(self._data + self._infos[name].start + offset)
+            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        self._left[name] -= value.nbytes
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
-        if kind is None and self._left:
-            raise ValueError(f"{self._path}: {len(self._left)} tensors were never written")
+        if kind is not None:
+            return
+        unfinished = sum(left != 0 for left in self._left.values())
+        if unfinished:
+            raise ValueError(f"{self._path}: {unfinished} tensors were never written whole")
+        with self._path.open("r+b") as file:
+            os.fsync(file.fileno())

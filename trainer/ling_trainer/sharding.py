@@ -31,6 +31,7 @@ _PARAMETERS: dict[str, _Dims] = {
     "head": ("width", "vocab"),
     "scale": (None,),
     "qkvg": ("width", None, "heads", None),
+    "qkv": ("width", "heads", None),
     "q": ("width", "heads", None),
     "q_a": ("width", None),
     "q_b": ("width", "heads", None),

@@ -7,13 +7,13 @@ from jax import Array
 from jaxtyping import Float
 
 from ling_trainer.model.gla import LightningAttention
+from ling_trainer.model.gqa import GroupedQueryAttention
 from ling_trainer.model.layers import RMSNorm, SwiGLU, Tokens
 from ling_trainer.model.mla import MultiHeadLatentAttention
 from ling_trainer.model.moe import MixtureOfExperts
 from ling_trainer.model.router import LayerStats
-from ling_trainer.model_config import ModelConfig
+from ling_trainer.model_config import AttentionKind, ModelConfig
 
-type Attention = Literal["mla", "lightning"]
 type FeedForward = Literal["dense", "moe"]
 
 
@@ -27,7 +27,7 @@ class Block(nnx.Module):
         self,
         config: ModelConfig,
         *,
-        attention: Attention,
+        attention: AttentionKind,
         feed_forward: FeedForward,
         rngs: nnx.Rngs,
     ) -> None:
@@ -38,6 +38,8 @@ class Block(nnx.Module):
                 self.attention = MultiHeadLatentAttention(config, rngs=rngs)
             case "lightning":
                 self.attention = LightningAttention(config, rngs=rngs)
+            case "gqa":
+                self.attention = GroupedQueryAttention(config, rngs=rngs)
         self.post_attention_norm = RMSNorm(width, eps=eps)
         match feed_forward:
             case "dense":

@@ -18,10 +18,10 @@ from ling_trainer.model.layers import (
     RMSNorm,
     Tokens,
     normal,
-    precision,
     project,
     rotate_half_split,
 )
+from ling_trainer.model.products import precision
 from ling_trainer.model_config import ModelConfig
 
 
@@ -84,7 +84,7 @@ def log_decays(config: ModelConfig) -> Float[np.ndarray, "L H"]:
 
     -slope_h * (1 - (l - lightning_slope_layer_offset) / (num_hidden_layers - 1) + 1e-5).
     """
-    last = config.num_hidden_layers - 1
+    last = max(config.num_hidden_layers - 1, 1)  # gqa, which has no decay, may have one layer
     layers = np.arange(config.num_hidden_layers) - config.lightning_slope_layer_offset
     scales = 1 - layers / last + 1e-5
     return np.asarray(-scales[:, None] * base_slopes(config.num_attention_heads), np.float32)

@@ -1,10 +1,10 @@
-"""Where Hugging Face's BailingMoeV2_5 tensors lie in this model's parameters: a table of leaves.
+"""Where Hugging Face's BailingMoeV2 and V2_5 tensors lie in our parameters: a table of leaves.
 
 A torch matrix is [out, in]; ours are [in, out], with heads and experts as dimensions of their
 own, and matrices with a common input joined.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxtyping import Float, Shaped
 
 from ling_trainer.model_config import ModelConfig
 
-type Tensors = dict[str, Shaped[np.ndarray, "..."]]
+type Tensors = Mapping[str, Shaped[np.ndarray, "..."]]
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,38 @@ class Leaf:
     shape: tuple[int, ...]  # of ours
     transposed: bool = True
 
+    @property
+    def parts(self) -> list[tuple[int, ...]]:
+        """Indices into this parameter of what can be read alone: each expert, or the whole."""
+        return [(i,) for i in range(len(self.names))] if len(self.names) > 1 else [()]
+
     def read(self, tensors: Tensors) -> Float[np.ndarray, "..."]:
         """Join tensors to this parameter."""
-        joined = [np.concatenate([tensors[n] for n in names]) for names in self.names]
-        matrices = [m.T if self.transposed else m for m in joined]
-        return np.stack(matrices).astype(np.float32).reshape(self.shape)
+        if len(self.names) == 1:
+            return self.read_part(tensors, ())
+        return np.stack([self.read_part(tensors, part) for part in self.parts])
+
+    def read_part(self, tensors: Tensors, part: tuple[int, ...]) -> Float[np.ndarray, "..."]:
+        """Join the tensors of one of `parts`."""
+        names = self.names[part[0] if part else 0]
+        joined = np.concatenate([tensors[name] for name in names])
+        matrix = joined.T if self.transposed else joined
+        return matrix.astype(np.float32).reshape(self.shape[len(part) :])
 
     def write(self, value: Any) -> Iterator[tuple[str, Float[np.ndarray, "..."]]]:
         """Split this parameter into named tensors."""
+        for part in self.parts:
+            yield from self.write_part(np.asarray(value[part]), part)
+
+    def write_part(
+        self, value: Shaped[np.ndarray, "..."], part: tuple[int, ...]
+    ) -> Iterator[tuple[str, Float[np.ndarray, "..."]]]:
+        """Split one of `parts` into named tensors."""
         whole = self.tensor_shape(sum(self.rows))
-        matrix = whole[::-1] if self.transposed else whole
-        values = np.asarray(value, np.float32).reshape(len(self.names), *matrix)
-        for names, m in zip(self.names, values, strict=True):
-            parts = np.split(m.T if self.transposed else m, np.cumsum(self.rows)[:-1])
-            yield from zip(names, parts, strict=True)
+        matrix = value.astype(np.float32, copy=False)
+        matrix = matrix.reshape(whole[::-1]).T if self.transposed else matrix.reshape(whole)
+        tensors = np.split(matrix, np.cumsum(self.rows)[:-1])
+        yield from zip(self.names[part[0] if part else 0], tensors, strict=True)
 
     def tensor_shape(self, rows: int) -> tuple[int, ...]:
         """Return the shape of a tensor of so many rows."""
@@ -79,8 +97,8 @@ def depth_leaves(config: ModelConfig, depth: int) -> list[Leaf]:
 def block_leaves(config: ModelConfig, layer: int) -> list[Leaf]:
     """Return the leaves of a block; layers from num_hidden_layers on are prediction depths."""
     name, width = f"model.layers.{layer}.", config.hidden_size
-    mla = layer >= config.num_hidden_layers or config.is_mla(layer)
-    attention = _mla_leaves if mla else _lightning_leaves
+    kinds = {"mla": _mla_leaves, "lightning": _lightning_leaves, "gqa": _gqa_leaves}
+    attention = kinds[config.attention_of(layer)]
     after = "post_attention_layernorm.weight"
     return [
         _vector("input_norm.scale", name + "input_layernorm.weight", width),
@@ -100,6 +118,18 @@ def _lightning_leaves(config: ModelConfig, name: str) -> list[Leaf]:
         _vector("attention.k_norm.scale", name + "key_layernorm.weight", head),
         _vector("attention.g_norm.scale", name + "g_norm.weight", inner),
         _matrix("attention.out", [name + "dense.weight"], [width], inner, (heads, head, width)),
+    ]
+
+
+def _gqa_leaves(config: ModelConfig, name: str) -> list[Leaf]:
+    width, heads, head = config.hidden_size, config.num_attention_heads, config.head_dim
+    together = heads + 2 * config.key_value_heads
+    qkv, out = [name + "query_key_value.weight"], [name + "dense.weight"]
+    return [
+        _matrix("attention.qkv", qkv, [together * head], width, (width, together, head)),
+        _vector("attention.q_norm.scale", name + "query_layernorm.weight", head),
+        _vector("attention.k_norm.scale", name + "key_layernorm.weight", head),
+        _matrix("attention.out", out, [width], heads * head, (heads, head, width)),
     ]
 
 

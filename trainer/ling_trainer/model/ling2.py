@@ -7,9 +7,10 @@ of float32 arrays,
   norm                head [D, V]       mtp [enorm, hnorm, eh_proj, block, final_norm]
 
 `prefix` holds the layers up to the end of the group with the last dense layer; `groups` the
-repeating pattern of lightning and MLA layers, one entry per place in the pattern, stacked over
-the G groups; `tail` the layers after the last full group. `scan_layers` changes how groups are
-run, never where parameters are. Router biases are no parameters: they are an argument.
+repeating pattern of lightning and MLA layers (of one gqa layer), one entry per place in the
+pattern, stacked over the G groups; `tail` the layers after the last full group. `scan_layers`
+changes how groups are run, never where parameters are. Router biases are no parameters: they are
+an argument.
 
 B sequences, S tokens, D hidden width, V vocabulary, L routers, E experts, G groups.
 """
@@ -222,7 +223,7 @@ def _blocks(config: ModelConfig, layers: Iterable[int], rngs: nnx.Rngs) -> nnx.L
     return nnx.List([
         Block(
             config,
-            attention="mla" if config.is_mla(layer) else "lightning",
+            attention=config.attention_of(layer),
             feed_forward="moe" if config.is_moe(layer) else "dense",
             rngs=rngs,
         )

@@ -23,8 +23,9 @@ type Roll = Literal["segment", "plain"]
 class PredictionDepth(nnx.Module):
     """Predict one token further than the states that come in.
 
-    h' = final_norm(block(eh_proj [enorm(E[next token]) | hnorm(h)])); the block is MLA with a
-    mixture of experts. Parameters: enorm, hnorm, eh_proj [2D, D], block, final_norm.
+    h' = final_norm(block(eh_proj [enorm(E[next token]) | hnorm(h)])); the block is MLA (gqa, if
+    the backbone is) with a mixture of experts. Parameters: enorm, hnorm, eh_proj [2D, D], block,
+    final_norm.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
@@ -32,7 +33,8 @@ class PredictionDepth(nnx.Module):
         self.enorm = RMSNorm(width, eps=eps)
         self.hnorm = RMSNorm(width, eps=eps)
         self.eh_proj = normal(rngs, (2 * width, width), std=config.initializer_range)
-        self.block = Block(config, attention="mla", feed_forward="moe", rngs=rngs)
+        attention = config.attention_of(config.num_hidden_layers)
+        self.block = Block(config, attention=attention, feed_forward="moe", rngs=rngs)
         self.final_norm = RMSNorm(width, eps=eps)
 
     def __call__(
