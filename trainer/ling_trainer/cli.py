@@ -11,6 +11,7 @@ import yaml
 
 from ling_trainer.compare_cli import add_compare_verb
 from ling_trainer.config import RunConfig
+from ling_trainer.convert_cli import add_convert_verbs
 from ling_trainer.data_cli import add_data_verbs
 from ling_trainer.ends import Ending, ExitCode, write_termination_message
 from ling_trainer.environment import Environment, installed_version, read_environment
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_data_verbs(verbs)
     add_compare_verb(verbs)
+    add_convert_verbs(verbs)
     return parser
 
 
