@@ -79,36 +79,52 @@ def test_dispatch_drops_nothing_and_combine_is_its_transpose() -> None:
     np.testing.assert_allclose(summed, 4 * x, rtol=1e-6)
 
 
+def plain_counts(q: Any, chosen: int = 4) -> Any:
+    return np.bincount(np.argsort(-q, axis=-1)[:, :chosen].ravel(), minlength=16)
+
+
 def test_statistics_count_valid_tokens_only_and_equal_a_float64_reference() -> None:
     small = config()
     scores = 2 * jax.random.normal(jax.random.key(2), (4 * 6, 16))
     valid = np.ones((4, 6), bool)
     valid[1, 2:] = False
-    valid[3] = valid[2] = False
+    valid[3] = False
     bias = jnp.linspace(-1, 1, 16)
     routing = route(scores, bias, config=small)
     tokens = Tokens(
         positions=jnp.zeros((4, 6), int), documents=None, valid=jnp.asarray(valid), loss_groups=2
     )
-    stats = router_stats(scores, routing, bias, tokens, config=small)
-    x, flat = np.asarray(scores, float), valid.ravel()
-    for group in range(2):
-        rows = np.arange(12 * group, 12 * group + 12)
-        rows = rows[flat[rows]]
-        s = 1 / (1 + np.exp(-x[rows]))
-        q = s / s.sum(-1, keepdims=True) if len(rows) else s
-        plain = np.argsort(-q, axis=-1)[:, :4]
-        load = np.bincount(plain.ravel(), minlength=16)
-        count = max(len(rows), 1)
-        aux = 16 / (4 * count**2) * (load * q.sum(0)).sum()
-        z = (np.log(np.exp(x[rows]).sum(-1)) ** 2).sum() / count
-        np.testing.assert_allclose(float(stats.aux[group]), aux, rtol=1e-5)
-        np.testing.assert_allclose(float(stats.z[group]), z, rtol=1e-5)
-    counts = np.bincount(np.asarray(routing.indices)[flat].ravel(), minlength=16)
+    compiled = jax.jit(
+        lambda: router_stats(scores, routing, bias, tokens, config=small),
+        compiler_options=FAST_COMPILE,
+    )
+    stats = jax.device_get(compiled())
+    s = 1 / (1 + np.exp(-np.asarray(scores, float)))
+    q = (s / s.sum(-1, keepdims=True)).reshape(4, 6, 16)
+
+    def aux(q: Any) -> Any:
+        return 16 / (4 * len(q) ** 2) * (plain_counts(q) * q.sum(0)).sum()
+
+    lse = np.log(np.exp(np.asarray(scores, float)).sum(-1)).reshape(4, 6)
+    for group, rows in enumerate((slice(0, 2), slice(2, 4))):
+        of_group, in_rows = q[rows][valid[rows]], valid[rows].any(1)
+        each = [aux(q[rows][i][valid[rows][i]]) for i in np.flatnonzero(in_rows)]
+        assert stats.aux[group] == pytest.approx(aux(of_group), rel=1e-5)
+        assert stats.seq_aux[group] == pytest.approx(np.mean(each), rel=1e-5)
+        assert stats.z[group] == pytest.approx((lse[rows][valid[rows]] ** 2).mean(), rel=1e-5)
+        mean = of_group.sum(0) / valid.sum()
+        np.testing.assert_allclose(stats.mean_scores[group], mean, rtol=1e-5)
+    flat, chosen = valid.ravel(), np.asarray(routing.indices)
+    counts = np.bincount(chosen[flat].ravel(), minlength=16)
     np.testing.assert_array_equal(stats.expert_counts, counts)
-    assert stats.expert_counts.dtype == jnp.int32
-    plain = np.bincount(np.argsort(-x, -1)[flat, :4].ravel(), minlength=16)
-    assert (plain != counts).any()  # the balance statistic's choice is another one
+    np.testing.assert_array_equal(stats.loads, plain_counts(q[valid]))
+    assert stats.expert_counts.dtype == stats.loads.dtype == jnp.int32
+    assert (stats.loads != counts).any()  # the balance loss's choice is another one
+    p = np.exp(s + np.asarray(bias, float))[flat]
+    p /= p.sum(-1, keepdims=True)
+    picked = np.take_along_axis(p, chosen[flat], axis=-1)
+    assert stats.topk_weight == pytest.approx(picked.mean(), rel=1e-5)
+    assert stats.probs_std == pytest.approx(p.std(-1).mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize("group_limit", [2, 4])

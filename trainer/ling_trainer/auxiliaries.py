@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 
 from ling_trainer.config import LossConfig
 from ling_trainer.model.outputs import RouterStats
+from ling_trainer.schema import ConfigError
 
 
 @no_type_check  # a pytree also holds shapes, shardings and NumPy arrays
@@ -70,7 +71,7 @@ def balance_loss(
       previous: the step's earlier micro-batches; for global_aux_loss alone.
 
     Raises:
-      ValueError: the model does not measure what the form needs.
+      ConfigError: the model does not measure what the form needs.
 
     Source: Megatron-LM megatron/core/transformer/moe/router.py@d98e8a64, _apply_*aux_loss.
     """
@@ -80,7 +81,7 @@ def balance_loss(
             return weigh(router.aux, share, coefficient=coefficient)
         case "seq_aux_loss":
             if router.seq_aux is None:
-                raise ValueError(_unmeasured("seq_aux_loss", "RouterStats.seq_aux"))
+                raise ConfigError(_unmeasured("seq_aux_loss", "RouterStats.seq_aux"))
             return weigh(router.seq_aux, share, coefficient=coefficient)
         case "global_aux_loss":
             loss = weigh(_global_aux(router, previous), share, coefficient=coefficient)
@@ -90,7 +91,7 @@ def balance_loss(
 def _global_aux(router: RouterStats, previous: RunningLoads | None) -> Float[Array, "R L"]:
     if router.loads is None or router.mean_scores is None or previous is None:
         needs = "RouterStats.loads, RouterStats.mean_scores and running loads"
-        raise ValueError(_unmeasured("global_aux_loss", needs))
+        raise ConfigError(_unmeasured("global_aux_loss", needs))
     running = with_microbatch(previous, router.loads)
     assigned = jnp.maximum(router.loads.sum(-1, keepdims=True), 1).astype(jnp.float32)
     fractions = running.loads / running.microbatches / assigned  # [L E]
@@ -115,13 +116,13 @@ def indexer_loss(
       config: coefficient; 0 is not configured, whatever the model returns.
 
     Raises:
-      ValueError: it is configured, and the model has no indexer.
+      ConfigError: it is configured, and the model has no indexer.
     """
     coefficient = config.indexer_loss_scaling_factor
     if not coefficient:
         return None
     if value is None:
-        raise ValueError(
+        raise ConfigError(
             f"loss.indexer_loss_scaling_factor={coefficient}: the model returns no indexer loss; "
             "set it to 0"
         )

@@ -18,7 +18,8 @@ from ling_trainer.accumulate import accumulate
 from ling_trainer.auxiliaries import RunningLoads, no_loads, with_microbatch
 from ling_trainer.batch import Batch, split_microbatches
 from ling_trainer.config import RunConfig
-from ling_trainer.loss import Apply, Logits, LossTerms, Params, microbatch_loss
+from ling_trainer.head_loss import Logits, Params
+from ling_trainer.loss import Apply, LossTerms, microbatch_loss
 from ling_trainer.optimizer import clip_factor, global_norm, router_bias_update
 from ling_trainer.report import StepReport, count_zeros, num_elements
 from ling_trainer.schedule import learning_rate
