@@ -9,6 +9,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Shaped
 
+from ling_trainer.model.products import product
+
 
 @no_type_check
 @struct.dataclass
@@ -26,25 +28,15 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], *, std: float) -> nnx.Param:
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
-def weight(param: nnx.Param, dtype: DTypeLike) -> Array:
-    """Return a stored float32 parameter as the compute type; every use of a weight is this one."""
-    return param[...].astype(dtype)
-
-
-def precision(dtype: DTypeLike) -> lax.Precision:
-    """Return the precision of a product: float32 means float32 on accelerators too."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
-
-
 def project(equation: str, x: Shaped[Array, "..."], param: nnx.Param) -> Shaped[Array, "..."]:
     """Multiply activations by a weight (an einsum) in the activations' type."""
-    return jnp.einsum(equation, x, weight(param, x.dtype), precision=precision(x.dtype))
+    return product(equation, x, param[...])
 
 
 class RMSNorm(nnx.Module):
     """Scale to unit root mean square, over the last dimension or each of its equal groups.
 
-    y = x / sqrt(mean(x^2) + eps) in float32, cast to the output's type, then times `scale`.
+    y = x / sqrt(mean(x^2) + eps) * scale in float32, then cast to the output's type.
     Parameters: scale [D], ones at first. Every norm's leaf is named `scale`; nothing else is.
     Source: Zhang and Sennrich 2019, equation 4.
     """
@@ -61,7 +53,8 @@ class RMSNorm(nnx.Module):
         dtype = x.dtype if dtype is None else dtype
         y = x.astype(jnp.float32).reshape(*x.shape[:-1], self.groups, -1)
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return y.reshape(x.shape).astype(dtype) * weight(self.scale, dtype)
+        # Scaled before the cast, so that the gradient of `scale` is summed in float32.
+        return (y.reshape(x.shape) * self.scale[...]).astype(dtype)
 
 
 def swiglu(gate_up: Float[Array, "*B F2"]) -> Float[Array, "*B F"]:

@@ -13,10 +13,10 @@ from ling_trainer.model.layers import (
     RMSNorm,
     Tokens,
     normal,
-    precision,
     project,
     rotate_interleaved,
 )
+from ling_trainer.model.products import precision
 from ling_trainer.model_config import ModelConfig
 
 # The norms of the compressed streams have this epsilon in the reference, not rms_norm_eps.

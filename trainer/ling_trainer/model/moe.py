@@ -12,7 +12,8 @@ from flax import nnx, struct
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from ling_trainer.model.layers import SwiGLU, Tokens, normal, precision, swiglu, weight
+from ling_trainer.model.layers import SwiGLU, Tokens, normal, swiglu
+from ling_trainer.model.products import product, ragged_product
 from ling_trainer.model.router import LayerStats, Routing, route, router_stats
 from ling_trainer.model_config import ModelConfig
 
@@ -81,7 +82,7 @@ class Experts(nnx.Module):
         XLA's CPU back end expands a ragged product to one dense product per expert, so on a CPU
         few experts are computed densely (10 times faster for 16 experts).
         """
-        gate_up, down = weight(self.gate_up, x.dtype), weight(self.down, x.dtype)
+        gate_up, down = self.gate_up[...], self.down[...]
         dense = jax.default_backend() == "cpu" and gate_up.shape[0] <= _MOST_DENSE_EXPERTS
         return (dense_experts if dense else sorted_experts)(x, routing, gate_up, down)
 
@@ -94,12 +95,12 @@ def dense_experts(
 ) -> Float[Array, "T D"]:
     """Compute every expert for every token, as two matrix products; unchosen ones weigh 0."""
     experts, hidden, _ = gate_up.shape
-    inner = jnp.einsum("td,edf->tef", x, gate_up, precision=precision(x.dtype))
+    inner = product("td,edf->tef", x, gate_up)
     chosen = jax.nn.one_hot(routing.indices, experts, dtype=jnp.float32)
     weights = jnp.einsum("tk,tke->te", routing.weights, chosen)
     weighted = swiglu(inner).astype(jnp.float32) * weights[..., None]
     flat = weighted.astype(x.dtype).reshape(x.shape[0], -1)
-    return jnp.matmul(flat, down.reshape(-1, hidden), precision=precision(x.dtype))
+    return product("tf,fd->td", flat, down.reshape(-1, hidden))
 
 
 def sorted_experts(
@@ -110,12 +111,11 @@ def sorted_experts(
 ) -> Float[Array, "T D"]:
     """Sort assignments by expert and compute each row once, with two ragged products."""
     sent = dispatch(x, routing.indices, num_experts=gate_up.shape[0])
-    exact = precision(x.dtype)
-    inner = swiglu(lax.ragged_dot(sent.rows, gate_up, sent.group_sizes, precision=exact))
+    inner = swiglu(ragged_product(sent.rows, gate_up, sent.group_sizes))
     # Weighing before the down projection leaves F, not D, numbers a row to keep for its gradient.
     weights = _permute(routing.weights.reshape(-1, 1), sent.order, sent.places.reshape(-1, 1))
     weighted = (inner.astype(jnp.float32) * weights).astype(x.dtype)
-    rows = lax.ragged_dot(weighted, down, sent.group_sizes, precision=exact)
+    rows = ragged_product(weighted, down, sent.group_sizes)
     return combine(rows, sent.order // routing.indices.shape[1], sent.places)
 
 
