@@ -51,6 +51,7 @@ def test_every_argument_is_a_known_setting_and_the_users_come_last(
     assert config.loss.moe_z_loss_weight == 3.5e-6
     assert config.optimizer.bias_update == "ling_zero_mean"
     assert config.data.eod_id == config.data.pad_id == 156_892
+    assert (config.evaluation.eval_interval, config.evaluation.eval_steps) == (1490, 1)
 
 
 def test_every_variable_of_the_script_can_be_set_from_outside(

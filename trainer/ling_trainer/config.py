@@ -29,6 +29,8 @@ MaxText's where MaxText has one. Megatron's flags map as follows:
 | --train-data-path, --valid-...    | train_data_path, valid_data_path, test_data_path |
 | --dataloader-inter-document-masking | inter_document_masking                        |
 | --data-cache-path                 | blend_cache_dir                                 |
+| --eval-interval, --eval-iters     | eval_interval, eval_steps                       |
+| --full-validation                 | eval_steps=-1                                   |
 | --eod-mask-loss                   | eod_mask_loss                                   |
 | --reset-attention-mask            | reset_attention_mask                            |
 | --lr, --min-lr                    | learning_rate, min_lr                           |
@@ -47,9 +49,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from ling_trainer.data_config import DataConfig
+from ling_trainer.eval_config import EvalConfig
 from ling_trainer.model_config import ModelConfig
 from ling_trainer.optimizer_config import OptimizerConfig
-from ling_trainer.schema import Count, NonNegative, PositiveInt, Schema, require
+from ling_trainer.schema import Count, NonNegative, PositiveInt, Rules, Schema, require
 
 
 class LossConfig(Schema):
@@ -175,6 +178,7 @@ class RunConfig(Schema):
     optimizer: OptimizerConfig
     loss: LossConfig = LossConfig()
     mesh: MeshConfig = MeshConfig()
+    evaluation: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     health: HealthConfig = HealthConfig()
@@ -186,6 +190,7 @@ class RunConfig(Schema):
         k, groups = self.gradient_accumulation_steps, self.loss.loss_groups
         batch = self.data.global_batch_size
         require((
+            *self._evaluation_rules(),
             (
                 batch is None or batch % (k * groups) == 0,
                 f"data.global_batch_size={batch} is not a multiple of "
@@ -210,3 +215,26 @@ class RunConfig(Schema):
             ),
         ))  # fmt: skip
         return self
+
+    def _evaluation_rules(self) -> Rules:
+        data, on = self.data, self.evaluation.enabled
+        interval = self.evaluation.eval_interval
+        return (
+            (
+                not (on and data.dataset_type == "synthetic" and self.evaluation.whole_split),
+                f"evaluation.eval_steps=-1 with eval_interval={interval} and "
+                "data.dataset_type=synthetic: random text has no end; set a positive number",
+            ),
+            (
+                not (on and data.dataset_type == "mmap" and data.train_data_path is not None)
+                or data.valid_data_path is not None,
+                f"data.valid_data_path is not set and evaluation.eval_interval={interval}; name "
+                "the validation data, or set eval_interval=-1",
+            ),
+            (
+                not (on and data.dataset_type == "mmap_npy") or data.valid_data_path is not None,
+                f"data.valid_data_path is not set and evaluation.eval_interval={interval}; "
+                "dataset_type=mmap_npy has one order, that of training: name validation data "
+                "with indices of their own, or set eval_interval=-1",
+            ),
+        )

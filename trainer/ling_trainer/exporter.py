@@ -37,11 +37,12 @@ class Snapshot:
     """All that a page shows of one moment.
 
     Attributes:
-      heartbeat: when the process last passed the end of a step, or started.
+      heartbeat: when the process last passed the end of a step or validation batch, or started.
       progress: of the run.
       target_steps: steps asked for.
       checkpoint_step: newest committed checkpoint; 0 while there is none.
-      log: the last step's log keys; empty before the first, since a loss of 0 would be a lie.
+      log: the last step's and the last evaluation's log keys; empty before the first of each,
+        since a loss of 0 would be a lie.
     """
 
     heartbeat: float

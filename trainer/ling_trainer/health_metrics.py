@@ -79,8 +79,10 @@ LM_LOSS_TOKEN_AVG = _gauge(
     "learning/lm_loss_token_avg", "nats per token", "Cross-entropy over all tokens of the step."
 )
 RAW_GRAD_NORM = _gauge("learning/raw_grad_norm", "1", "Global gradient norm before clipping.")
-NUM_ZEROS = _gauge("learning/num_zeros", "elements", "Gradient elements equal to zero.")
-NUM_GRAD_ELEMENTS = _gauge("learning/num_grad_elements", "elements", "Gradient elements in all.")
+NUM_ZEROS = _optional("learning/num_zeros", "elements", "Gradient elements equal to zero.")
+NUM_GRAD_ELEMENTS = _optional(
+    "learning/num_grad_elements", "elements", "Gradient elements in all."
+)
 TOTAL_WEIGHTS = _gauge("learning/total_weights", "tokens", "Tokens with a loss in the step.")
 IS_NAN = _gauge("learning/is_nan", "0 or 1", "lm_loss is NaN.")
 IS_INF = _gauge("learning/is_inf", "0 or 1", "lm_loss is infinite.")
@@ -131,6 +133,12 @@ LOGGED: tuple[Metric, ...] = (
     GRAD_IS_NONFINITE,
     STEP_TIME,
     TOKENS_PER_SECOND,
+)
+EVALUATED: tuple[Metric, ...] = (
+    _gauge("eval/lm_loss", "nats per token", "Cross-entropy over all tokens of an evaluation."),
+    _gauge("eval/mtp_loss", "nats per token", "Multi-token prediction likewise, no factor."),
+    _gauge("eval/perplexity", "1", "e to the evaluation's lm_loss."),
+    _gauge("eval/total_weights", "tokens", "Tokens with a loss in the evaluation."),
 )
 
 STEP = Metric(
@@ -208,7 +216,7 @@ HEARTBEAT = Metric(
     log_key=None,
     kind=Kind.GAUGE,
     unit="seconds since the epoch",
-    help="When this process last passed the end of a step, or started.",
+    help="When this process last passed the end of a step or validation batch, or started.",
     every_process=True,
 )
 RUN_INFO = Metric(
@@ -236,7 +244,7 @@ ON_WIRE_ONLY: tuple[Metric, ...] = (
     HEARTBEAT,
     RUN_INFO,
 )
-ALL: tuple[Metric, ...] = LOGGED + ON_WIRE_ONLY
+ALL: tuple[Metric, ...] = LOGGED + EVALUATED + ON_WIRE_ONLY
 
 
 def mtp_depth_loss(depth: int) -> Metric:

@@ -12,6 +12,7 @@ from ling_trainer.config import RunConfig
 from ling_trainer.data.loader import Loader
 from ling_trainer.distributed import peers_alive
 from ling_trainer.ends import Ending, ExitCode
+from ling_trainer.evaluate import Evaluation, evaluate
 from ling_trainer.faults import poison_of, strike
 from ling_trainer.progress import Progress, may_be_saved
 from ling_trainer.report import NonFiniteStep, StepReport
@@ -35,6 +36,7 @@ class Run:
       loader: batches from the first step to do.
       record: what every checkpoint says about the run.
       checkpoints: None where checkpointing is off.
+      evaluation: None where the run is not evaluated.
       reporter: told about every step.
       signals: asked whether to stop.
     """
@@ -45,6 +47,7 @@ class Run:
     loader: Loader
     record: RunRecord
     checkpoints: Checkpoints | None
+    evaluation: Evaluation | None
     reporter: Reporter
     signals: StopSignal
 
@@ -82,9 +85,11 @@ def train(run: Run, state: TrainState) -> Ending:
             done.report, seconds=seconds, tokens=math.prod(run.program.batch_shape)
         )
         if bad and _diverged(config, run.reporter.progress):
+            run.reporter.record_step({})
             signals.phase = "leaving"
             return _divergence(bad, run.reporter.progress)
         signals.phase = "training"
+        _evaluate_and_record(run, state, number, give_way=done.stop)
         last = number == config.steps
         save_due |= last or done.stop or number % config.checkpoint.checkpoint_period == 0
         if save_due and run.checkpoints and may_be_saved(bad, float(done.report.param_norm)):
@@ -123,6 +128,23 @@ def _one_step(run: Run, state: TrainState, number: int) -> tuple[TrainState, _Do
         result = run.step(state, batch, flag, *poison)
         report, stop = jax.device_get((result.report, result.stop))
     return result.state, _Done(report, bool(stop))
+
+
+def _evaluate_and_record(run: Run, state: TrainState, number: int, *, give_way: bool) -> None:
+    """Evaluate if it is the turn of the step, then write the step's line, whatever happens.
+
+    Before the save: a checkpoint of a step says that the step's evaluation is on record, so that
+    a restart neither misses nor repeats one. What gives way to a signal is not made up for.
+    """
+    config, values = run.config, dict[str, float]()
+    due = config.evaluation.is_due(number, last_step=config.steps)
+    try:
+        if run.evaluation and due and not give_way:
+            values = evaluate(
+                run.evaluation, state, number, reporter=run.reporter, signals=run.signals
+            )
+    finally:
+        run.reporter.record_step(values)
 
 
 def _diverged(config: RunConfig, progress: Progress) -> bool:

@@ -89,6 +89,7 @@ def ling2() -> Settings:
         "optimizer": {"learning_rate": 3.36e-4, "warmup_steps": 250},
         "loss": _LING2_LOSS | {"num_vocab_tiling": 8},
         "mesh": {"ici_expert_parallelism": 8},
+        "evaluation": {"eval_interval": 1490, "eval_steps": 1},
     }
 
 

@@ -24,9 +24,11 @@ from ling_trainer.data.index_file import DataError, StorageError
 from ling_trainer.data.loader import Loader
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.source import SampleSource, open_source
+from ling_trainer.data.validation import ValidationSplit, open_validation
 from ling_trainer.distributed import initialize, peers_alive
 from ling_trainer.ends import Ending, EndRun, ExitCode, leave, write_termination_message
 from ling_trainer.environment import Environment
+from ling_trainer.evaluate import Evaluation
 from ling_trainer.loop import Run, finished, train
 from ling_trainer.progress import resumed_at
 from ling_trainer.reporter import Reporter
@@ -98,10 +100,15 @@ def _train(
             found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
     record = _record(program, directory, found, environment)
     source = _open_data(config, record)  # before the state: it fails sooner
+    validation = _open_validation(program, record) if config.evaluation.enabled else None
     record = dataclasses.replace(record, data_content=source.content)
     state = _state(program, checkpoints, found, environment)
     reporter.begin(step=found)
     compiled = program.compile(with_poison=config.fault.enabled)
+    evaluation = None
+    if validation:
+        step = program.compile_eval_step()
+        evaluation = Evaluation(program=program, step=step, split=validation)
     with _loader(program, source, found) as loader:
         ending = train(
             Run(
@@ -111,6 +118,7 @@ def _train(
                 loader=loader,
                 record=record,
                 checkpoints=checkpoints,
+                evaluation=evaluation,
                 reporter=reporter,
                 signals=signals,
             ),
@@ -132,14 +140,30 @@ def _record(
     """
     identity = identity_of(program.config, global_batch_size=program.global_batch_size)
     order = SampleOrder((program.config.steps * program.global_batch_size,))
-    content = None
+    content, valid_order = None, None
     if directory and found:
         saved = read_record(directory, found)
         check_identity(directory, found, ours=identity, theirs=saved.identity)
         order, content = saved.sample_order.extended(order.num_samples), saved.data_content
+        valid_order = saved.valid_order
     return RunRecord(
-        attempt=environment.attempt, sample_order=order, identity=identity, data_content=content
+        attempt=environment.attempt,
+        sample_order=order,
+        identity=identity,
+        data_content=content,
+        valid_order=_valid_order(program, valid_order),
     )
+
+
+def _valid_order(program: Program, saved: SampleOrder | None) -> SampleOrder | None:
+    """Pin the order of the validation split as that of training; a whole split needs none."""
+    config = program.config
+    needed = config.evaluation.num_samples(
+        steps=config.steps, global_batch_size=program.global_batch_size
+    )
+    if needed is None:
+        return saved
+    return saved.extended(needed) if saved else SampleOrder((needed,))
 
 
 def _state(
@@ -165,6 +189,18 @@ def _open_data(config: RunConfig, record: RunRecord) -> SampleSource:
     where = data.train_data_path or data.dataset_path or data.dataset_type
     check_data_content(source.content, record.data_content, where)
     return source
+
+
+def _open_validation(program: Program, record: RunRecord) -> ValidationSplit:
+    config = program.config
+    return open_validation(
+        config.data,
+        config.evaluation,
+        vocab_size=config.model.vocab_size,
+        order=record.valid_order,
+        global_batch_size=program.global_batch_size,
+        num_microbatches=config.gradient_accumulation_steps,
+    )
 
 
 def _loader(program: Program, source: SampleSource, start: int) -> Loader:

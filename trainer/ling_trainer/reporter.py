@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +28,7 @@ class Reporter:
         self._environment = environment
         self._checkpoint_step = 0
         self._log: dict[str, float] = {}
+        self._evaluation: Mapping[str, float] = {}
         self._journal: Journal | None = None
         self._console: Console | None = None
         self._heartbeat = time.time()
@@ -76,7 +78,7 @@ class Reporter:
     def finish_step(
         self, report: StepReport, *, seconds: float, tokens: int
     ) -> NonFiniteStep | None:
-        """Show a step.
+        """Show a step; record_step then writes its line.
 
         Args:
           report: on the host.
@@ -93,10 +95,28 @@ class Reporter:
         self._log = {**to_log(report), **speed}
         self._heartbeat = now
         self._publish()
-        if self._journal:
-            self._journal.append(step, now, self._log)
         self._print(step, bad)
         return bad
+
+    def beat(self) -> None:
+        """Say that the process gets on, between two steps."""
+        self._heartbeat = time.time()
+        self._publish()
+
+    def record_step(self, evaluation: Mapping[str, float]) -> None:
+        """Write the line of the step that finish_step showed, and show its evaluation.
+
+        Args:
+          evaluation: log keys and values, those of the step apart; empty without one.
+        """
+        step, values = self.progress.step, {**self._log, **evaluation}
+        if self._journal:
+            self._journal.append(step, self.progress.last_step_time, values)
+        if evaluation:
+            self._evaluation = evaluation
+            self._publish()
+            if self._environment.group.process_id == 0 and self._console:
+                self._console.evaluation(step, evaluation)
 
     def checkpoint_committed(self, step: int) -> None:
         """Show the newest complete checkpoint; 0 while there is none."""
@@ -134,6 +154,6 @@ class Reporter:
                 progress=self.progress,
                 target_steps=self._config.steps,
                 checkpoint_step=self._checkpoint_step,
-                log=self._log,
+                log={**self._log, **self._evaluation},
             )
         )

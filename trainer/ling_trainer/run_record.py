@@ -31,6 +31,7 @@ class RunRecord:
     Attributes:
       attempt: of the TrainingRun that saved it; 0 outside of the operator.
       sample_order: how many samples each index of the data was built for.
+      valid_order: likewise of the validation split; None while nothing has fixed it.
       identity: settings that the arrays and the data position depend on, by dotted name.
       checksums: of each leaf of the state, by name.
       data_content: what the data were made of, a line a dataset; None where it was not looked at.
@@ -41,6 +42,7 @@ class RunRecord:
     identity: Mapping[str, Any]
     checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
     data_content: tuple[str, ...] | None = None
+    valid_order: SampleOrder | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return what is stored."""
@@ -48,6 +50,7 @@ class RunRecord:
             "format": FORMAT,
             "attempt": self.attempt,
             "sample_order": self.sample_order.to_json(),
+            "valid_order": None if self.valid_order is None else self.valid_order.to_json(),
             "identity": dict(self.identity),
             "checksums": dict(self.checksums),
             "data_content": None if self.data_content is None else list(self.data_content),
@@ -66,10 +69,11 @@ class RunRecord:
                 f"{FORMAT}; use the version that wrote it"
             )
         try:
-            content = record["data_content"]
+            content, valid = record["data_content"], record.get("valid_order")
             return cls(
                 attempt=int(record["attempt"]),
                 sample_order=SampleOrder.from_json(record["sample_order"]),
+                valid_order=None if valid is None else SampleOrder.from_json(valid),
                 identity=dict(record["identity"]),
                 checksums={str(k): int(v) for k, v in record["checksums"].items()},
                 data_content=None if content is None else tuple(map(str, content)),

@@ -12,6 +12,7 @@ type PositiveInt = Annotated[int, Field(ge=1)]
 type Count = Annotated[int, Field(ge=0)]
 type NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 type Fraction = Annotated[float, Field(ge=0, lt=1)]
+type Rules = Iterable[tuple[bool, str]]  # (holds, message)
 
 
 class ConfigError(ValueError):
@@ -36,7 +37,7 @@ class Schema(BaseModel):
     )
 
 
-def require(rules: Iterable[tuple[bool, str]]) -> None:
+def require(rules: Rules) -> None:
     """Raise ValueError with the message of every (holds, message) rule that does not hold."""
     broken = [message for holds, message in rules if not holds]
     if broken:

@@ -16,6 +16,9 @@ from jaxtyping import Int
 from ling_trainer import sharding
 from ling_trainer.batch import Batch
 from ling_trainer.config import RunConfig
+from ling_trainer.eval_step import EvalSums, eval_step
+from ling_trainer.head_loss import Params
+from ling_trainer.loss import Apply
 from ling_trainer.model import ling2
 from ling_trainer.optimizer import make_optimizer
 from ling_trainer.report import StepReport
@@ -35,6 +38,8 @@ class StepResult:
 
 type CompiledStep = Callable[..., StepResult]
 """(state, batch, flag[, poison]) -> StepResult."""
+type CompiledEvalStep = Callable[[Params, Array, Batch, Array], tuple[EvalSums, Array]]
+"""(params, router_bias, batch, flag) -> sums, and 1 where any process asked to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,20 +113,34 @@ class Program:
             donate_argnums=0,
         )
         arguments: list[Any] = [self.abstract_state, self._abstract_batch()]
-        arguments.append(
-            jax.ShapeDtypeStruct(
-                (self.mesh.size,), jnp.int32, sharding=_over_all_devices(self.mesh)
-            )
-        )
+        arguments.append(self._abstract_flag())
         if with_poison:
             arguments.append(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated))
         with jax.set_mesh(self.mesh):  # the model's sharding constraints name its axes
             compiled = step.lower(*arguments).compile()
         return lambda *values: StepResult(*compiled(*values))
 
+    def compile_eval_step(self) -> CompiledEvalStep:
+        """Compile the forward pass on a validation batch; nothing is donated.
+
+        Parameters and batch are laid out as in training; the sums are on every device. The flag
+        rides along, so a long evaluation can give way to a signal.
+        """
+        replicated, state = sharding.replicated(self.mesh), self.abstract_state
+        step = jax.jit(functools.partial(_eval_step, self.config), out_shardings=replicated)
+        with jax.set_mesh(self.mesh):  # the model's sharding constraints name its axes
+            return step.lower(
+                state.params, state.router_bias, self._abstract_batch(), self._abstract_flag()
+            ).compile()
+
     def poison(self, kind: int) -> Int[Array, ""]:
         """Put a value of step.Poison on every device."""
         return jax.device_put(np.int32(kind), sharding.replicated(self.mesh))
+
+    def _abstract_flag(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (self.mesh.size,), jnp.int32, sharding=_over_all_devices(self.mesh)
+        )
 
     def _abstract_batch(self) -> Batch:
         placement = sharding.batch_sharding(self.mesh)
@@ -192,17 +211,30 @@ def _step(
     flag: Array,
     poison: Array | None = None,
 ) -> tuple[TrainState, StepReport, Array]:
-    apply = functools.partial(
+    new_state, report = train_step(
+        state, batch, apply=_apply(config), logits=ling2.logits, tx=tx, config=config,
+        poison=poison,
+    )  # fmt: skip
+    return new_state, report, jnp.max(flag)
+
+
+def _eval_step(
+    config: RunConfig, params: Params, router_bias: Array, batch: Batch, flag: Array
+) -> tuple[EvalSums, Array]:
+    sums = eval_step(
+        params, router_bias, batch, apply=_apply(config), logits=ling2.logits, config=config
+    )
+    return sums, jnp.max(flag)
+
+
+def _apply(config: RunConfig) -> Apply:
+    return functools.partial(
         ling2.apply,
         config=config.model,
         loss_groups=config.loss.loss_groups,
         mtp_roll=config.loss.mtp_roll,
         reset_attention_mask=config.data.attention_resets,
     )
-    new_state, report = train_step(
-        state, batch, apply=apply, logits=ling2.logits, tx=tx, config=config, poison=poison
-    )
-    return new_state, report, jnp.max(flag)
 
 
 def _with_shardings(state: TrainState, mesh: Mesh) -> TrainState:

@@ -25,13 +25,15 @@ def scrape(url: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 def test_two_processes_export_what_health_metrics_lists(launch):
     hang = {"fault.enabled": True, "fault_kind": "hang", "fault_step": 3}
     told = {"LING_RUN": "demo", "LING_RUN_NAMESPACE": "team", "LING_ATTEMPT": "2", "POD_UID": "u"}
-    run = launch("scraped", hang | {"checkpoint_period": 1}, processes=2, environ=told)
+    evaluated = {"eval_interval": 1, "eval_steps": 1, "split": "90,10,0"}
+    settings = hang | evaluated | {"checkpoint_period": 1}
+    run = launch("scraped", settings, processes=2, environ=told)
 
     before = scrape(run.url())
     assert {value for _, value in before["ling_nonfinite_steps_total"]} == {0}
     assert [value for _, value in before["ling_steps_total"]] == [0]
     assert before["ling_target_steps"][0][1] == 10
-    assert "ling_learning_loss" not in before
+    assert not {"ling_learning_loss", "ling_eval_lm_loss"} & set(before)
 
     run.until(r" step=2 ")
     deadline = time.monotonic() + 60

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from absl import flags
 
-from ling_trainer.data.packing import PackedBatch, pack_samples
-from ling_trainer.data.source import SampleSource
+from ling_trainer.data.packing import PackedBatch, pack_samples, padding_row
+from ling_trainer.data.source import Samples
 from ling_trainer.data_config import DataConfig
 
 
@@ -64,11 +64,12 @@ def sample_numbers(
 class _RowReader:
     """Reads rows of all steps, numbered one after the other; goes to worker processes."""
 
-    source: SampleSource
+    source: Samples
     data: DataConfig
     rows: Sequence[int]
     global_batch_size: int
     num_microbatches: int
+    num_samples: int | None
 
     def __call__(self, number: int) -> PackedBatch:
         """Read row `number % len(rows)` of step `number // len(rows)`: a batch of one row."""
@@ -79,6 +80,8 @@ class _RowReader:
             global_batch_size=self.global_batch_size,
             num_microbatches=self.num_microbatches,
         )
+        if self.num_samples is not None and sample[0] >= self.num_samples:
+            return padding_row(self.data.max_target_length)
         return pack_samples([self.source.read(int(sample[0]))], self.data)
 
 
@@ -97,7 +100,7 @@ class Loader:
 
     def __init__(
         self,
-        source: SampleSource,
+        source: Samples,
         data: DataConfig,
         *,
         rows: Sequence[int],
@@ -105,6 +108,7 @@ class Loader:
         num_microbatches: int,
         start_step: int,
         num_steps: int,
+        num_samples: int | None = None,
     ) -> None:
         """Start reading.
 
@@ -116,8 +120,12 @@ class Loader:
           num_microbatches: K, a divisor of B.
           start_step: first step, 0 or the step a checkpoint resumes at.
           num_steps: steps of the whole run.
+          num_samples: samples there are; rows past the last are padding. None: as many as the
+            steps need.
         """
-        self._reader = _RowReader(source, data, rows, global_batch_size, num_microbatches)
+        self._reader = _RowReader(
+            source, data, rows, global_batch_size, num_microbatches, num_samples
+        )
         self._end: BaseException | None = None
         ahead = data.prefetch * len(rows)
         dataset = (

@@ -62,6 +62,22 @@ def pack_samples(samples: Sequence[Sample], data: DataConfig) -> PackedBatch:
     )
 
 
+def padding_row(sequence_length: int) -> PackedBatch:
+    """Return a row without a token: no document, no loss.
+
+    Returns:
+      A batch of one row, each field [1, S].
+    """
+    zeros = np.zeros((1, sequence_length), np.int32)
+    return PackedBatch(
+        inputs=zeros,
+        targets=zeros,
+        positions=np.arange(sequence_length, dtype=np.int32)[None],
+        segment_ids=zeros,
+        loss_mask=np.zeros((1, sequence_length), np.bool_),
+    )
+
+
 def pack(
     text: npt.NDArray[np.integer[Any]],
     *,

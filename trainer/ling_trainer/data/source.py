@@ -14,16 +14,20 @@ from ling_trainer.data.synthetic import SyntheticDataset
 from ling_trainer.data_config import DataConfig
 
 
-class SampleSource(Protocol):
+class Samples(Protocol):
     """Samples by number; the same number gives the same text in every process, at any time."""
+
+    def read(self, i: int) -> Sample:
+        """Read sample i."""
+        ...
+
+
+class SampleSource(Samples, Protocol):
+    """The samples of a run."""
 
     @property
     def content(self) -> tuple[str, ...]:
         """What the samples are made of, as a checkpoint keeps it: one line a dataset."""
-        ...
-
-    def read(self, i: int) -> Sample:
-        """Read sample i of the run."""
         ...
 
 
@@ -81,6 +85,7 @@ def open_source(
             eod_id=data.eod_id,
             pad_id=data.pad_id,
             extra_token=data.add_extra_token_to_sequence,
+            held_out=split_name != "train",
         )
     opened_from = {
         "data": data,
@@ -100,10 +105,11 @@ def open_source(
         if len(segment) < size:
             ready = data.dataset_type == "mmap_npy"
             remedy = "make longer indices" if ready else "give the datasets weights"
+            fewer = "lower steps" if split_name == "train" else "set evaluation.eval_steps=-1"
             raise DataError(
                 f"the {split_name} part of {data.split_path(split_name) or data.dataset_path} has "
                 f"{len(segment)} samples without repeating and the run needs {size}; {remedy}, "
-                "or lower steps"
+                f"or {fewer}"
             )
     return PinnedDataset(order, segments, opener.content(), opened_from)
 

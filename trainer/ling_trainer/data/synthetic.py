@@ -24,6 +24,7 @@ class SyntheticDataset:
       eod_id: token that ends a document.
       pad_id: the padding token.
       extra_token: whether a sample has S + 1 tokens, not S.
+      held_out: text of another random stream, which training never sees.
     """
 
     seed: int
@@ -32,6 +33,7 @@ class SyntheticDataset:
     eod_id: int
     pad_id: int
     extra_token: bool = True
+    held_out: bool = False
 
     @property
     def content(self) -> tuple[str, ...]:
@@ -40,7 +42,7 @@ class SyntheticDataset:
 
     def read(self, i: int) -> Sample:
         """Make sample i, i >= 0."""
-        random = np.random.default_rng([self.seed, i])
+        random = np.random.default_rng([self.seed, i, *([1] if self.held_out else [])])
         size = self.sequence_length + int(self.extra_token)
         uniform = random.random(size)
         ids = (self.vocab_size * uniform**3).astype(np.int64)

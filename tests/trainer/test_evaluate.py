@@ -1,0 +1,348 @@
+"""Evaluation: sum over sum, the right samples at the right step, and giving way to a signal."""
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+
+from ling_trainer.console import evaluation_line
+from ling_trainer.data.index_file import DataError
+from ling_trainer.data.order import SampleOrder
+from ling_trainer.data.packing import PackedBatch
+from ling_trainer.data.source import open_dataset, open_source
+from ling_trainer.data.validation import ValidationSplit, open_validation
+from ling_trainer.eval_config import EvalConfig
+from ling_trainer.eval_step import EvalSums, eval_log, eval_step
+from ling_trainer.evaluate import Evaluation, evaluate
+from ling_trainer.health_metrics import EVALUATED
+from ling_trainer.presets import ling2
+from ling_trainer.schema import ConfigError
+from ling_trainer.settings import resolve
+from ling_trainer.stop_signal import StopSignal
+
+DATASET = str(Path(__file__).parents[1] / "golden" / "megatron" / "data" / "ds_a")
+DATA = resolve(
+    {"preset": "ling2_tiny", "enable_checkpointing": False},
+    {"data": {"dataset_path": DATASET, "split": "969,30,1", "max_target_length": 32}},
+    {"data": {"eod_id": 3, "pad_id": 3, "data_shuffle_seed": 7}},
+).data
+VOCAB, ROWS = 1024, 4
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@pytest.fixture(scope="module")
+def toy_sums(
+    toy: SimpleNamespace, product: Any, step_config: Any, maxtext: SimpleNamespace
+) -> Any:
+    """EvalSums of the toy model, on the host."""
+    modules = product()
+    model = toy.build(modules)
+
+    @functools.cache
+    def compiled(micro: int, per_token: bool) -> Any:
+        loss = {"calculate_per_token_loss": per_token}
+        config = step_config(gradient_accumulation_steps=micro, loss=loss)
+        step = functools.partial(eval_step, config=config, **model)
+        return jax.jit(step, compiler_options=FAST_COMPILE)
+
+    def run(
+        segments: str, *, rows: Any = slice(None), micro: int = 1, per_token: bool = True
+    ) -> EvalSums:
+        batch = toy.batch(modules, maxtext.inputs[f"seg_{segments}"], rows)
+        return jax.device_get(compiled(micro, per_token)(toy.params, toy.bias, batch))
+
+    return run
+
+
+@pytest.mark.parametrize("segments", ["uneven", "even", "allpad"])
+def test_golden_evaluation_is_sum_over_sum_in_every_mode_and_for_every_number_of_microbatches(
+    segments: str, toy_sums: Any, maxtext: SimpleNamespace, show_golden: Any
+) -> None:
+    worst = 0.0
+    for norm in ("pooled", "per_layer"):
+        # One micro-batch, divided by its own tokens: sum over sum, of the LM and of each depth.
+        case = f"{segments}_z0_GA1_pertoken1_{norm}"
+        assert case in maxtext.cases
+        for micro, per_token in ((1, True), (2, False), (4, False)):
+            sums = toy_sums(segments, micro=micro, per_token=per_token)
+            log = eval_log([sums], mtp_per_layer_loss_norm=norm == "per_layer")
+            for key, golden in (("lm_loss", "lm_loss"), ("mtp_loss", "raw_mtp_loss")):
+                error = abs(log[f"eval/{key}"] - float(maxtext.expected[f"{case}/{golden}"]))
+                worst = max(worst, error)
+            assert log["eval/total_weights"] == maxtext.expected[f"{case}/total_weights"]
+            assert log["eval/perplexity"] == pytest.approx(math.exp(log["eval/lm_loss"]))
+    show_golden(f"maxtext/expected.npz (eval, {segments})", cases="2/2", worst=worst,
+                tolerance=1e-6)  # fmt: skip
+    assert worst <= 1e-6
+
+
+def test_batches_are_pooled_by_tokens_and_padding_rows_add_nothing(toy_sums: Any) -> None:
+    whole = eval_log([toy_sums("uneven")], mtp_per_layer_loss_norm=True)
+    parts = [toy_sums("uneven", rows=slice(0, 6)), toy_sums("uneven", rows=slice(6, 8))]
+    pooled = eval_log(parts, mtp_per_layer_loss_norm=True)
+    assert pooled == pytest.approx(whole, rel=1e-6)
+    padded = eval_log([*parts, toy_sums("allpad")], mtp_per_layer_loss_norm=True)
+    assert padded == pooled
+    of_batches = [eval_log([part], mtp_per_layer_loss_norm=True) for part in parts]
+    for key in ("eval/lm_loss", "eval/mtp_loss"):
+        mean = np.mean([log[key] for log in of_batches])
+        assert abs(mean - whole[key]) > 1e-3  # the data tell a mean of means apart
+
+
+def test_the_log_has_the_contracts_keys_and_keeps_what_is_not_finite() -> None:
+    none = np.zeros((1, 1, 0))
+    for value in (math.nan, math.inf):
+        sums = cast("Any", EvalSums)(np.full((1, 1), value), np.ones((1, 1)), none, none)
+        log = eval_log([sums], mtp_per_layer_loss_norm=True)
+        assert list(log) == [metric.log_key for metric in EVALUATED]
+        assert repr(log["eval/lm_loss"]) == repr(log["eval/perplexity"]) == repr(value)
+        assert log["eval/mtp_loss"] == 0  # a model without such a head
+    assert eval_log(
+        [cast("Any", EvalSums)(np.full((1, 1), 1e3), np.ones((1, 1)), none, none)],
+        mtp_per_layer_loss_norm=True,
+    )["eval/perplexity"] == math.inf  # fmt: skip
+
+
+def test_the_line_of_an_evaluation_names_it_in_every_key() -> None:
+    values = {"eval/lm_loss": 2.179, "eval/total_weights": 4096}
+    assert evaluation_line(1490, values) == (
+        "eval_step=1490 eval_lm_loss=2.179 eval_total_weights=4096"
+    )
+
+
+def test_evaluations_go_on_where_the_one_before_ended_and_never_past_the_split() -> None:
+    for steps, interval in ((10, 4), (12, 4), (3, 4), (4, 1)):
+        config = EvalConfig(eval_interval=interval, eval_steps=3)
+        due = [n for n in range(1, steps + 1) if config.is_due(n, last_step=steps)]
+        assert due == sorted({*range(interval, steps + 1, interval), steps})
+        assert [config.first_batch(n) for n in due] == [3 * i for i in range(len(due))]
+        samples = (steps // interval + 1) * 3 * 8  # Megatron's
+        assert config.num_samples(steps=steps, global_batch_size=8) == samples
+        assert (config.first_batch(due[-1]) + 3) * 8 <= samples
+
+
+@pytest.mark.parametrize("interval", [0, -1])
+def test_a_run_without_an_interval_is_never_evaluated(interval: int) -> None:
+    config = EvalConfig(eval_interval=interval, eval_steps=0)
+    assert not config.is_due(7, last_step=7)
+    assert config.num_samples(steps=7, global_batch_size=8) is None
+
+
+def test_the_preset_evaluates_as_its_team_does_and_the_tiny_one_does_not() -> None:
+    config = resolve({"preset": "ling2", "dataset_path": "x", "base_output_directory": "y"})
+    assert config.evaluation == EvalConfig(eval_interval=1490, eval_steps=1)
+    assert ling2()["evaluation"] == {"eval_interval": 1490, "eval_steps": 1}
+    assert not resolve({"preset": "ling2_tiny", "dataset_path": "x"} | OFF).evaluation.enabled
+
+
+OFF = {"enable_checkpointing": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"dataset_path": "x", "eval_steps": 0}, r"eval_steps=0 .*use a positive"),
+        ({"dataset_path": "x", "eval_steps": -2}, r"eval_steps=-2"),
+        ({"dataset_type": "synthetic"}, r"eval_steps=-1 .*positive number"),
+        ({"train_data_path": "x"}, r"valid_data_path is not set .*eval_interval=5"),
+        ({"dataset_path": "i|x", "dataset_type": "mmap_npy"}, r"valid_data_path .*one order"),
+    ],
+)
+def test_an_evaluation_that_has_no_data_or_no_end_is_refused(
+    settings: dict[str, Any], problem: str
+) -> None:
+    base: dict[str, Any] = {"preset": "ling2_tiny", "eval_interval": 5} | OFF
+    with pytest.raises(ConfigError, match=problem):
+        resolve(base | settings)
+    resolve(base | settings | {"eval_interval": -1, "eval_steps": 1})
+
+
+def open_split(
+    eval_steps: int, *, steps: int = 10, order: SampleOrder | None = None, **changes: Any
+) -> ValidationSplit:
+    config = EvalConfig(eval_interval=4, eval_steps=eval_steps)
+    samples = config.num_samples(steps=steps, global_batch_size=ROWS)
+    return open_validation(
+        DATA.model_copy(update=changes),
+        config,
+        vocab_size=VOCAB,
+        order=order or (SampleOrder((samples,)) if samples else None),
+        global_batch_size=ROWS,
+        num_microbatches=2,
+    )
+
+
+def read(split: ValidationSplit, step: int, rows: range = range(ROWS)) -> list[PackedBatch]:
+    with split.batches(step, rows=rows) as batches:
+        return list(batches)
+
+
+def inputs(batches: list[PackedBatch]) -> list[bytes]:
+    return [row.tobytes() for batch in batches for row in batch.inputs]
+
+
+def test_evaluations_read_the_validation_split_in_megatrons_order() -> None:
+    split = open_split(2)
+    order = SampleOrder((3 * 2 * ROWS,))
+    valid = open_source(DATA, vocab_size=VOCAB, order=order, split_name="valid")
+    train = open_source(DATA, vocab_size=VOCAB, order=order)
+    whole = [valid.read(i).text[:-1].astype(np.int32).tobytes() for i in range(3 * 2 * ROWS)]
+    found = [inputs(read(split, step)) for step in (4, 8, 10)]
+    # Row i belongs to micro-batch i mod 2, and Megatron's micro-batches are consecutive samples.
+    place = [batch * ROWS + i % 2 * ROWS // 2 + i // 2 for batch in range(2) for i in range(ROWS)]
+    for number, rows in enumerate(found):
+        assert rows == [whole[number * 2 * ROWS + i] for i in place]
+    assert train.read(0).text[:-1].astype(np.int32).tobytes() not in whole
+
+
+def test_a_resumed_run_with_more_steps_reads_the_same_batches_at_the_same_step() -> None:
+    first, grown = open_split(2), SampleOrder((3 * 2 * ROWS,)).extended(26 * 2 * ROWS)
+    assert inputs(read(open_split(2, steps=100, order=grown), 8)) == inputs(read(first, 8))
+    assert inputs(read(open_split(2, steps=100), 8)) != inputs(read(first, 8))  # not pinned
+
+
+def test_a_whole_split_is_read_once_and_its_last_batch_is_filled_up_with_padding() -> None:
+    split = open_split(-1)
+    whole = open_dataset(DATA, vocab_size=VOCAB, num_samples=None, split_name="valid")
+    assert split.num_batches == -(-len(whole) // ROWS)
+    assert len(whole) % ROWS, "an even last batch proves nothing"
+    batches = read(split, 4)
+    assert [len(batch.inputs) for batch in batches] == [ROWS] * split.num_batches
+    real = [row for batch in batches for row in batch.inputs[batch.segment_ids.any(1)]]
+    samples = [whole.read(i).text[:-1].astype(np.int32).tobytes() for i in range(len(whole))]
+    assert sorted(row.tobytes() for row in real) == sorted(samples)
+    padding = ~batches[-1].segment_ids.any(1)
+    assert padding.sum() == -len(whole) % ROWS
+    assert not batches[-1].loss_mask[padding].any()
+    assert inputs(read(split, 8)) == inputs(batches)
+
+
+def test_processes_read_the_rows_of_one_batch_between_them() -> None:
+    split = open_split(-1)
+    halves = [read(split, 4, rows) for rows in (range(ROWS // 2), range(ROWS // 2, ROWS))]
+    joined = [
+        np.concatenate([left.inputs, right.inputs]).tobytes()
+        for left, right in zip(*halves, strict=True)
+    ]
+    assert joined == [batch.inputs.tobytes() for batch in read(split, 4)]
+
+
+def test_synthetic_validation_text_is_not_that_of_training() -> None:
+    synthetic = DATA.model_copy(update={"dataset_type": "synthetic", "dataset_path": None})
+    order = SampleOrder((64,))
+    train = open_source(synthetic, vocab_size=VOCAB, order=order)
+    valid = open_source(synthetic, vocab_size=VOCAB, order=order, split_name="valid")
+    texts = [{source.read(i).text.tobytes() for i in range(64)} for source in (train, valid)]
+    assert not texts[0] & texts[1]
+    assert len(read(open_split(2, dataset_type="synthetic", dataset_path=None), 4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("eval_steps", "changes", "problem"),
+    [
+        (2, {"split": "100,0,0"}, "valid part of split=100,0,0"),
+        (-1, {"dataset_path": f"{DATASET},1;{DATASET},1"}, "have no epoch"),
+        (50, {"dataset_path": f"{DATASET};{DATASET}"}, r"set evaluation\.eval_steps=-1"),
+        (2, {"dataset_path": "nowhere/x"}, "nowhere"),
+    ],
+)
+def test_validation_data_that_cannot_be_read_say_how_to_do_without(
+    eval_steps: int, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(DataError, match=rf"{problem}.*evaluation\.eval_interval=-1"):
+        open_split(eval_steps, **changes)
+
+
+class Stub:
+    """Program, compiled step and reporter of an evaluation, as far as it looks at them."""
+
+    def __init__(self, *, stop_at: int) -> None:
+        self.config = SimpleNamespace(loss=SimpleNamespace(mtp_per_layer_loss_norm=True))
+        self.signals = StopSignal()
+        self.stop_at, self.beats = stop_at, 0
+
+    def local_rows(self) -> list[int]:
+        return list(range(ROWS))
+
+    def place(self, arrays: dict[str, np.ndarray]) -> Any:
+        return arrays
+
+    def flag(self, *, stop: bool) -> bool:
+        return stop
+
+    def step(self, params: Any, bias: Any, batch: Any, flag: bool) -> tuple[EvalSums, int]:
+        if self.beats + 1 == self.stop_at:
+            self.signals.requested = True
+            flag = True
+        tokens = batch["loss_mask"].sum(1)[None]
+        none = np.zeros((*tokens.shape, 0))
+        return cast("Any", EvalSums)(2.0 * tokens, tokens, none, none), int(flag)
+
+    def beat(self) -> None:
+        self.beats += 1
+
+
+@pytest.fixture
+def evaluated() -> Callable[[Stub, int], dict[str, float]]:
+    def run(stub: Stub, eval_steps: int) -> dict[str, float]:
+        split = open_split(eval_steps)
+        evaluation = Evaluation(
+            program=cast("Any", stub), step=cast("Any", stub.step), split=split
+        )
+        state = SimpleNamespace(params=None, router_bias=None)
+        return evaluate(
+            evaluation, cast("Any", state), 4, reporter=cast("Any", stub), signals=stub.signals
+        )
+
+    return run
+
+
+def test_an_evaluation_gives_way_to_a_signal_after_the_batch_it_is_at(evaluated: Any) -> None:
+    stub = Stub(stop_at=2)
+    assert evaluated(stub, 5) == {}
+    assert stub.beats == 2  # and the outside heard of both
+
+
+def test_a_signal_during_the_last_batch_loses_no_result(evaluated: Any) -> None:
+    stub = Stub(stop_at=5)
+    assert evaluated(stub, 5)["eval/lm_loss"] == 2.0
+    assert stub.beats == 5
+
+
+def test_every_batch_of_the_whole_split_counts(evaluated: Any) -> None:
+    stub = Stub(stop_at=0)
+    log = evaluated(stub, -1)
+    assert log["eval/lm_loss"] == 2.0
+    assert log["eval/total_weights"] == sum(
+        batch.loss_mask.sum() for batch in read(open_split(-1), 4)
+    )
+
+
+@pytest.mark.slow
+def test_eight_devices_with_an_uneven_last_batch_evaluate_to_what_one_does_without_padding():
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("sharded_eval_program.py"))],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["batches"] == 2
+    assert found["sharded"] == pytest.approx(found["alone"], rel=1e-5)
+    # The data tell: not the mean of the two batches' means.
+    assert abs(found["mean_of_means"] - found["alone"]["eval/lm_loss"]) > 1e-3
+    assert found["state_unchanged"]
