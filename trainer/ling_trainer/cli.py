@@ -15,6 +15,7 @@ from ling_trainer.convert_cli import add_convert_verbs
 from ling_trainer.data_cli import add_data_verbs
 from ling_trainer.ends import Ending, ExitCode, write_termination_message
 from ling_trainer.environment import Environment, installed_version, read_environment
+from ling_trainer.forward_cli import add_forward_verb
 from ling_trainer.presets import PRESETS
 from ling_trainer.run_settings import HELP, RUN_CONFIG, load_config, settings_help
 from ling_trainer.schema import ConfigError
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_data_verbs(verbs)
     add_compare_verb(verbs)
+    add_forward_verb(verbs)
     add_convert_verbs(verbs)
     return parser
 

@@ -20,7 +20,6 @@ LM_LOSS = "lm loss"
 _LINE = re.compile(r"\biteration\s+(\d+)\s*/\s*\d+\s*\|")
 _LOSS = re.compile(r"lm loss|mtp_[1-9]\d* loss")
 _START = "before the start of training step"
-_COLOUR = re.compile(r"\x1b?\[[0-9;]*m")
 _SKIPPED, _NAN = "number of skipped iterations", "number of nan iterations"
 
 
@@ -85,13 +84,12 @@ def usual_distance(numbers: Sequence[int]) -> int:
 
 def _lines(text: str) -> Iterator[_Line]:
     starts = True
-    for raw in text.splitlines(keepends=True):
-        starts |= _START in raw
-        line = _COLOUR.sub("", raw)
+    for line in text.splitlines(keepends=True):
+        starts |= _START in line
         found = list(_LINE.finditer(line))  # several where processes wrote on one line
         for match, after in itertools.zip_longest(found, found[1:]):
             fields = line[match.end() : after.start() if after else None].split("|")
-            torn = after is None and not raw.endswith(("\n", "\r"))
+            torn = after is None and not line.endswith(("\n", "\r"))
             values = dict(_values(fields[:-1] if torn else fields))
             losses = {name: value for name, value in values.items() if _LOSS.fullmatch(name)}
             skipped, nan = (int(values.get(name, 0)) for name in (_SKIPPED, _NAN))

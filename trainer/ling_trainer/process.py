@@ -151,6 +151,7 @@ def _record(
         sample_order=order,
         identity=identity,
         data_content=content,
+        settings=program.config.model_dump(mode="json"),
         valid_order=_valid_order(program, valid_order),
     )
 

@@ -35,6 +35,8 @@ class RunRecord:
       identity: settings that the arrays and the data position depend on, by dotted name.
       checksums: of each leaf of the state, by name.
       data_content: what the data were made of, a line a dataset; None where it was not looked at.
+      settings: the whole configuration of the process that saved it, for what reads checkpoints
+        outside of a run; None in older ones.
     """
 
     attempt: int
@@ -42,6 +44,7 @@ class RunRecord:
     identity: Mapping[str, Any]
     checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
     data_content: tuple[str, ...] | None = None
+    settings: Mapping[str, Any] | None = None
     valid_order: SampleOrder | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -54,6 +57,7 @@ class RunRecord:
             "identity": dict(self.identity),
             "checksums": dict(self.checksums),
             "data_content": None if self.data_content is None else list(self.data_content),
+            "settings": None if self.settings is None else dict(self.settings),
         }
 
     @classmethod
@@ -77,6 +81,7 @@ class RunRecord:
                 identity=dict(record["identity"]),
                 checksums={str(k): int(v) for k, v in record["checksums"].items()},
                 data_content=None if content is None else tuple(map(str, content)),
+                settings=record.get("settings"),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"its run record is damaged ({error!r})") from error
