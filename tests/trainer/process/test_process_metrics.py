@@ -41,7 +41,8 @@ def test_two_processes_export_what_health_metrics_lists(launch):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     page = scrape(run.url())
-    assert set(page) == {metric.name for metric in health_metrics.ALL}
+    names = {metric.name for metric in health_metrics.ALL}
+    assert set(page) == names - {"ling_learning_indexer_loss"}  # ling2 has no indexer
     assert page["ling_step"][0][1] == 2
     assert page["ling_last_finite_step"][0][1] == 2
     assert page["ling_tokens_total"][0][1] > 0
