@@ -7,6 +7,7 @@ import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+pytest_plugins = ("golden_table",)
 ROOT = Path(__file__).parents[1]
 
 

@@ -1,4 +1,7 @@
-"""Fixtures of the training step's tests: a toy model, and the product under any package name."""
+"""Fixtures of the training step's tests: a toy model, the product under any package name.
+
+A test that takes `package` can be run against a mutated copy of the product: see test_mutants.py.
+"""
 
 import importlib
 import json
@@ -19,14 +22,17 @@ from ling_trainer.settings import resolve
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Sixteen programs, each run three times: what LLVM gains is less than what it costs.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-MODULES = ("batch", "loss", "model.outputs", "optimizer", "report", "step", "token_weights")
+MODULES = (
+    "accumulate", "auxiliaries", "batch", "head_loss", "loss", "model.moe", "model.mtp",
+    "model.outputs", "model.router", "optimizer", "report", "schedule", "step", "token_weights",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def maxtext() -> SimpleNamespace:
+def maxtext(load_golden: Callable[[Path], Any]) -> SimpleNamespace:
     """Numbers of fixtures made from MaxText and from a float64 reference of the specification."""
     folder = GOLDEN / "maxtext"
-    loaded = {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
+    loaded = {path.stem: load_golden(path) for path in folder.glob("*.npz")}
     cases = json.loads((folder / "expected_cases.json").read_text())
     loaded["upstream"] = loaded.pop("upstream_0.2.5")
     return SimpleNamespace(cases=cases, **loaded)
@@ -41,6 +47,12 @@ def product() -> Callable[[str], SimpleNamespace]:
         return SimpleNamespace(**{key.split(".")[-1]: value for key, value in modules.items()})
 
     return load
+
+
+@pytest.fixture(scope="session")
+def package() -> str:
+    """Name of the product; a mutant's is another."""
+    return "ling_trainer"
 
 
 @pytest.fixture(scope="session")
@@ -167,10 +179,41 @@ def run_toy_step(product: Any, toy: SimpleNamespace, step_config: Any) -> Callab
 
 
 @pytest.fixture(scope="session")
-def show_golden() -> Callable[..., None]:
-    """Print one row of the table of goldens (pytest -s -k golden)."""
+def toy_gradients(product: Any, toy: SimpleNamespace, step_config: Any) -> Callable[..., Any]:
+    """Jitted loss_and_gradients of the toy model: (package, segments, rows, **loss) to both."""
+    compiled: dict[Any, Any] = {}
 
-    def show(file: str, *, cases: str, worst: float, tolerance: float) -> None:
-        print(f"\n| {file} | {cases} | worst {worst:.2e} | tolerance {tolerance:.0e} |")
+    def run(
+        package: str, segments: np.ndarray, rows: Any = slice(None), *, micro: int, **loss: Any
+    ) -> Any:
+        modules, key = product(package), (package, micro, *sorted(loss.items()))
+        groups = loss.get("loss_groups", 1)
+        masked_nan = loss.pop("masked_nan", False)
+        if key not in compiled:
+            config = step_config(gradient_accumulation_steps=micro, loss=loss)
+            model = toy.build(modules, loss_groups=groups, with_z=True, masked_nan=masked_nan)
+            gradients = partial(modules.step.loss_and_gradients, config=config, **model)
+            compiled[key] = jax.jit(gradients, compiler_options=FAST_COMPILE)
+        batch = toy.batch(modules, segments, rows)
+        return jax.device_get(compiled[key](toy.params, toy.bias, batch))
 
-    return show
+    return run
+
+
+@pytest.fixture(scope="session")
+def uneven(maxtext: SimpleNamespace) -> np.ndarray:
+    """Segments of eight rows whose four micro-batches have 50, 20, 35 and 15 tokens."""
+    segments = maxtext.inputs["seg_uneven"]
+    assert [int((segments[k::4] != 0).sum()) for k in range(4)] == [50, 20, 35, 15]
+    return segments
+
+
+@pytest.fixture(scope="session")
+def alone(toy_gradients: Any) -> Callable[..., Any]:
+    """Terms and gradients of each of four micro-batches by itself, as a step with K = 1."""
+
+    def run(segments: np.ndarray, **loss: Any) -> Any:
+        rows = [np.arange(k, len(segments), 4) for k in range(4)]
+        return [toy_gradients("ling_trainer", segments, r, micro=1, **loss) for r in rows]
+
+    return run

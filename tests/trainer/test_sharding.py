@@ -1,10 +1,4 @@
-"""Meshes and shardings, on 8 virtual CPU devices in a process of their own."""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""Meshes and shardings. Steps on meshes of 8 devices are in test_equivalences_sharded.py."""
 
 import jax
 import pytest
@@ -15,34 +9,6 @@ from ling_trainer.model_config import ModelConfig
 from ling_trainer.presets import ling2_tiny
 from ling_trainer.schema import ConfigError
 from ling_trainer.sharding import batch_sharding, make_mesh, param_shardings, replicated
-
-PROGRAM = Path(__file__).with_name("sharded_model_program.py")
-MESHES = (
-    {"ici_data_parallelism": 8},
-    {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4},
-    {"ici_expert_parallelism": 4, "ici_tensor_parallelism": 2},
-)
-
-
-@pytest.mark.slow
-def test_loss_gradients_and_initial_values_do_not_depend_on_the_mesh() -> None:
-    flags = "--xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), json.dumps(MESHES)],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["sizes"] for line in lines] == list(MESHES)
-    for line in lines:
-        assert line["same_init"], line
-        assert line["split"] > 3, line
-        assert line["loss"] <= 1e-5, line
-        assert line["gradient"] <= 1e-5, line
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""A step on any mesh equals the step on one device: 8 virtual devices, 16 for all four axes.
+
+Compared are every loss term, the gradient norm, the count of zeros, the router biases after the
+step, and every gradient, each relative to its leaf's largest value.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("sharded_model_program.py")
+AXES = ("data", "fsdp", "expert", "tensor")
+# float32 sums in another order. One unit in the last place of every weight, on one device, changes
+# gradients by 2e-5 (the program measures it): a mesh may not do more than that.
+ROUNDING, TERMS, GRADIENTS = 2e-5, 1e-6, 1e-5
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # 15 compilations of a step
+
+
+def case(*sizes: int, experts: str = "dense", init: bool = False) -> dict[str, Any]:
+    named = zip(AXES, sizes, strict=True)
+    fields = {f"ici_{axis}_parallelism": size for axis, size in named}
+    return {"sizes": fields, "experts": experts, "init": init}
+
+
+def split(axes: tuple[str, ...], sizes: tuple[int, ...], **options: Any) -> dict[str, Any]:
+    return case(*(dict(zip(axes, sizes, strict=True)).get(axis, 1) for axis in AXES), **options)
+
+
+EIGHT = [
+    *(split(axes, (8,)) for axes in itertools.combinations(AXES, 1)),
+    *(split(axes, (2, 4)) for axes in itertools.combinations(AXES, 2)),
+    *(
+        split(axes, (2, 2, 2), experts="dense" if "data" in axes else "sorted")
+        for axes in itertools.combinations(AXES, 3)
+    ),
+]
+SIXTEEN = [case(2, 2, 2, 2, init=True)]
+
+
+def name(case: dict[str, Any]) -> str:
+    sizes = zip(AXES, case["sizes"].values(), strict=True)
+    return "-".join(f"{axis}{size}" for axis, size in sizes if size > 1)
+
+
+def run(cases: list[dict[str, Any]], devices: int) -> list[dict[str, Any]]:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(cases)],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    alone, *lines, groups = run(EIGHT, 8)
+    _, sixteen, _ = run(SIXTEEN, 16)
+    named = {name(line): line for line in (*lines, sixteen)}
+    return {"alone": alone, "groups": groups, **named}
+
+
+def test_one_device_has_no_choice_of_experts_that_rounding_turns(results: dict[str, Any]) -> None:
+    """Else a mesh could differ by a whole expert, and the tolerance would mean nothing."""
+    alone = results["alone"]
+    assert alone["counts"]
+    assert max(alone["terms"].values()) <= TERMS
+    assert 0 < max(alone["gradients"].values()) <= ROUNDING
+
+
+@pytest.mark.parametrize("case", [*EIGHT, *SIXTEEN], ids=name)
+def test_a_step_does_not_depend_on_the_mesh(case: dict[str, Any], results: dict[str, Any]) -> None:
+    found = results[name(case)]
+    assert found["sizes"] == case["sizes"]
+    assert found["split"] > 3, "the parameters are not split at all"
+    assert found["same_init"], "initial values depend on the mesh"
+    assert found["counts"], "tokens went to other experts"
+    assert found["zeros"] == 0
+    for kind, tolerance in (("terms", TERMS), ("gradients", GRADIENTS)):
+        wrong = {leaf: error for leaf, error in found[kind].items() if not error <= tolerance}
+        assert not wrong
+
+
+def test_every_set_of_axes_is_there() -> None:
+    sets = {tuple(a for a in name(c).split("-")) for c in (*EIGHT, *SIXTEEN)}
+    axes = {tuple(part.rstrip("248") for part in parts) for parts in sets}
+    assert axes == {c for n in range(1, 5) for c in itertools.combinations(AXES, n)}
+    assert {c["experts"] for c in EIGHT} == {"dense", "sorted"}
+
+
+def test_megatrons_loss_groups_hold_on_a_mesh_of_eight(
+    results: dict[str, Any],
+) -> None:
+    errors = results["groups"]
+    assert len(errors) == 8
+    assert max(error for key, error in errors.items() if key.endswith("grad_W")) <= 2e-6
+    assert max(error for key, error in errors.items() if key.endswith("lm_loss")) <= 1e-5
