@@ -11,6 +11,7 @@ from pydantic import ConfigDict, ValidationError
 from ling_operator.api_names import (
     API_VERSION,
     ATTEMPT_LABEL,
+    ENDED,
     GROUP,
     KIND,
     MAX_ATTEMPTS_KEPT,
@@ -54,6 +55,7 @@ from ling_trainer.schema import ConfigError, Schema, section_type
 __all__ = [
     "API_VERSION",
     "ATTEMPT_LABEL",
+    "ENDED",
     "GROUP",
     "KIND",
     "MAX_ATTEMPTS_KEPT",

@@ -41,6 +41,10 @@ class Phase(StrEnum):
     PENDING = "Pending"
 
 
+ENDED = frozenset({Phase.HALTED, Phase.COMPLETE, Phase.FAILED, Phase.CANCELLED})
+"""Phases that only a raised attempt leaves."""
+
+
 class ConditionType(StrEnum):
     """Types written to status.conditions."""
 

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ling_operator import views
 from ling_operator.api import GROUP, PLURAL, RUN_LABEL, VERSION, TrainingRun
 from ling_operator.progress import heartbeat_targets, scrape_target
 from ling_operator.reflector import Change, Key, Reflector
@@ -240,15 +241,10 @@ def view_run(raw: JsonObject) -> RunView:
     The CRD refuses what cannot be read, unless it is older or newer than this program.
     """
     try:
-        return RunView(TrainingRun.parse(raw), None)
+        view = views.view_run(raw)
     except ConfigError as error:
-        problem = str(error)
-    attempt = raw.get("spec", {}).get("attempt", 1)
-    spec = {"image": "unreadable", "attempt": attempt if isinstance(attempt, int) else 1}
-    try:
-        return RunView(TrainingRun.parse({**raw, "spec": spec}), problem)
-    except ConfigError:
-        return RunView(None, problem)
+        return RunView(None, str(error))
+    return RunView(view.run, view.spec_error)
 
 
 def _run_label(item: JsonObject) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ling_operator.admission import admit
-from ling_operator.api import CpuHosts, Phase, TrainingRun, dump
+from ling_operator.api import ENDED, CpuHosts, Phase, TrainingRun, dump
 from ling_operator.display import Display
 from ling_operator.local_jobset import LocalJobSet
 from ling_operator.plan import (
@@ -33,7 +33,6 @@ from ling_trainer.settings import resolve
 
 TICK_SECONDS = 0.2
 LONGEST_SCRAPE_INTERVAL = 1.0  # a page from this machine costs nothing, and people are watching
-_ENDED = frozenset({Phase.COMPLETE, Phase.HALTED, Phase.FAILED, Phase.CANCELLED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +247,7 @@ async def _play(cluster: LocalCluster, display: Display) -> None:
 
 def _at_rest(cluster: LocalCluster, plan: Plan) -> bool:
     phase = plan.status.phase
-    resting = phase in _ENDED or (phase is Phase.SUSPENDED and cluster.run.spec.suspend)
+    resting = phase in ENDED or (phase is Phase.SUSPENDED and cluster.run.spec.suspend)
     return resting and not cluster.live and not plan.actions
 
 

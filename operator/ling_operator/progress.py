@@ -3,10 +3,10 @@
 import math
 
 from ling_operator.api import (
+    ENDED,
     AttemptRecord,
     ConditionType,
     HealthPolicy,
-    Phase,
     Reason,
     TrainingProgress,
     TrainingRun,
@@ -43,7 +43,7 @@ def attempt_pods(pods: tuple[PodView, ...], status: TrainingRunStatus) -> tuple[
 
 def scrape_target(run: TrainingRun, pods: tuple[PodView, ...]) -> PodView | None:
     """Return the pod to scrape: process 0 of the newest restart; None after the run's end."""
-    if run.status.phase in {Phase.HALTED, Phase.COMPLETE, Phase.FAILED, Phase.CANCELLED}:
+    if run.status.phase in ENDED:
         return None
     candidates = [
         pod

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from ling_operator.api import GROUP, PLURAL, RUN_LABEL, VERSION, Phase
+from ling_operator.api import ENDED, GROUP, PLURAL, RUN_LABEL, VERSION, Phase
 from ling_operator.caches import collection
 from ling_operator.rest import JsonObject, RestClient
 from ling_operator.views import TRAINER_CONTAINER, PodView, view_pod
 
 _MANAGER = "ling"
-_ENDED = frozenset({Phase.HALTED, Phase.FAILED, Phase.CANCELLED, Phase.COMPLETE})
 
 
 class NothingThereError(Exception):
@@ -61,7 +60,7 @@ async def resume(client: RestClient, namespace: str, name: str) -> str:
     spec, phase = run["spec"], run.get("status", {}).get("phase", Phase.PENDING)
     edits: dict[str, Any] = {}
     said: list[str] = []
-    if phase in _ENDED:
+    if phase in ENDED:
         attempt = int(spec.get("attempt", 1))
         edits["attempt"] = attempt + 1
         said.append(f"spec.attempt: {attempt} -> {attempt + 1}, since the run is {phase}")

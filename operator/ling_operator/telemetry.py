@@ -17,6 +17,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ling_operator.api import ENDED
 from ling_operator.caches import Caches
 from ling_operator.reflector import Key
 from ling_operator.workqueue import WorkQueue
@@ -155,6 +156,11 @@ class _Snapshot(Collector):
             "When and why the run was stopped; absent while it was not.",
             [*RUN_LABELS, "reason"],
         )
+        alert = _gauge(
+            "ling_run_alert",
+            "1 while a health rule with action Alert holds, or held within five minutes.",
+            [*RUN_LABELS, "reason"],
+        )
         for (namespace, name), view in self._caches.runs.objects.items():
             if view.run is None:
                 continue
@@ -163,7 +169,9 @@ class _Snapshot(Collector):
             halted.add_metric([name, namespace], float(halt is not None))
             if halt is not None:
                 time.add_metric([name, namespace, halt.reason], halt.time.timestamp())
-        yield from (phase, halted, time)
+            for held in () if status.phase in ENDED else status.health.alerts:
+                alert.add_metric([name, namespace, held.reason], 1)
+        yield from (phase, halted, time, alert)
 
 
 def _gauge(name: str, text: str, labels: Iterable[str]) -> GaugeMetricFamily:

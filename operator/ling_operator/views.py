@@ -143,7 +143,7 @@ def view_run(raw: Raw) -> RunView:
     except ConfigError as error:
         spec: dict[str, Any] = {
             "image": "unreadable",
-            "attempt": max(_map(raw, "status").get("attempt", 1), 1),
+            "attempt": max(_int(_map(raw, "status").get("attempt")), 1),
             "suspend": _map(raw, "spec").get("suspend") is True,
             "health": _readable_health(_map(raw, "spec")),
         }

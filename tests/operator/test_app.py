@@ -240,10 +240,18 @@ async def test_series_of_a_run_come_from_its_status_and_go_with_its_object(
         conditions=[halted],
         attempts=attempts,
     )
-    api.runs = [sick]
+    told = {"reason": "LossSpike", "since": "2026-11-30T08:00:00Z"}
+    health = {"alerts": [told | {"lastTime": "2026-11-30T08:59:00Z"}]}
+    ailing = run(scene, "ailing", phase="Running", attempt=1, health=health, attempts=attempts)
+    sick["status"]["health"] = health
+    api.runs = [sick, ailing]
     async with operating(api, tmp_path) as operator:
         await until(operator.ready)
         _, page = await operator.get(operator.metrics, "/metrics")
+        alerts = re.findall(r"^ling_run_alert\{.*", page, flags=re.MULTILINE)
+        assert alerts == [
+            'ling_run_alert{reason="LossSpike",run="ailing",run_namespace="team"} 1.0'
+        ]
         labels = 'run="sick",run_namespace="team"'
         assert f"ling_run_halted{{{labels}}} 1.0" in page
         stamp = re.search(

@@ -436,6 +436,19 @@ async def test_any_change_of_what_belongs_to_a_run_wakes_the_run(scene: Any) -> 
         assert observed.jobset is not None
 
 
+@pytest.mark.asyncio
+async def test_of_a_spec_that_cannot_be_read_suspend_and_health_still_count(scene: Any) -> None:
+    run = stored_run(scene, attempt=3)
+    health = {"zeroLoss": {"action": "Ignore"}}
+    run["spec"] |= {"elastic": True, "attempt": 4, "suspend": True, "health": health}
+    async with world(scene, watching=True, runs=[run]) as w:
+        observed = await w.cluster.observe(*KEY)
+        assert observed is not None
+        spec = observed.run.spec
+        assert (spec.attempt, spec.suspend) == (3, True)
+        assert spec.health.zero_loss.action == "Ignore"
+
+
 @asynccontextmanager
 async def trainers(page: str) -> AsyncGenerator[int]:
     """A port that answers as every host's metrics page does."""

@@ -195,6 +195,12 @@ def test_the_action_of_every_rule_is_the_users(rule: str, samples: list[HealthSa
     assert reasons(folded(samples, ignoring), ignoring) == []
 
 
+def test_without_a_page_nothing_that_is_kept_makes_a_verdict() -> None:
+    bad = [page(41 + i, lm_loss=8.0) for i in range(3)]
+    state = folded([*pages("lm_loss", CALM), *bad])
+    assert reasons(state.model_copy(update={"sample_time": None})) == []
+
+
 def test_a_rule_that_halts_goes_before_those_that_alert() -> None:
     rules = policy(grad_norm_spike={"action": "Halt"})
     bad = [page(41 + i, lm_loss=8.0, raw_grad_norm=99.0) for i in range(3)]

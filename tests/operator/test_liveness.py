@@ -78,6 +78,8 @@ def test_a_process_that_compiles_has_half_an_hour() -> None:
     assert clock.see(2800, 500, **starting) == []
     assert clock.see(2801, 500, **starting) == ["Stalled"]
     assert clock.see(3000, 501) == []
+    clock.see(3060, 502)
+    assert clock.state.step_seconds.values == (60.0,), "compiling is no step"
 
 
 def test_a_validation_that_takes_an_hour_is_no_stall() -> None:
@@ -107,6 +109,9 @@ def test_one_host_behind_the_others_is_named() -> None:
     assert (verdict.reason, verdict.value) == ("StragglerHost", "202 s")
     assert "node-2 is 202 s behind" in verdict.message
     assert verdict.restore_before_step is None
+    read_later = replace(beats[3], read_time=at(900))
+    beats_then = [*beats[:2], behind, read_later]
+    assert reasons(fold_heartbeats(state, beats_then, DEFAULTS)) == ["StragglerHost"]
     assert findings(fold_heartbeats(late, beats, DEFAULTS), DEFAULTS) == ()
     assert fold_heartbeats(late, [], DEFAULTS) == late  # nothing new is nothing
 
