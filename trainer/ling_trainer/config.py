@@ -121,6 +121,9 @@ class CheckpointConfig(Schema):
     max_num_checkpoints_to_keep: PositiveInt = 3
     protect_steps: Count = 100
     """One checkpoint at least this many steps old is always kept besides the newest."""
+    load_parameters_path: str | None = None
+    """Directory of parameters to start from, while the run has no checkpoint: of
+    `ling-train convert hf-to-ling`, or of another run. The optimizer starts anew."""
 
 
 class MetricsConfig(Schema):

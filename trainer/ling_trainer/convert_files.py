@@ -24,7 +24,7 @@ from ling_trainer.hf_config import config_from_hf, config_to_hf
 from ling_trainer.hf_files import HfCheckpoint
 from ling_trainer.model.hf_layout import bias_names
 from ling_trainer.model_config import ModelConfig
-from ling_trainer.parameter_store import ParameterWriter
+from ling_trainer.parameter_store import Keys, ParameterWriter
 from ling_trainer.parameters import (
     RECORD,
     ROUTER_BIAS,
@@ -85,22 +85,28 @@ def hf_to_ling(hf: HfCheckpoint, out: Path, *, overrides: Mapping[str, Any]) -> 
     settings = config_from_hf(hf.config) | dict(overrides)
     config = ModelConfig.model_validate(settings, strict=True)
     check_tensors(shapes_of(hf.tensors), config)
-    shapes = {("params", *place.path): place.shape for place in places(config)}
     with new_directory(out) as partial:
-        writer = ParameterWriter(
-            epath.Path(partial / STATE),
-            shapes | {ROUTER_BIAS: (config.num_routers, config.num_experts)},
-        )
-        for place in places(config):
-            for part in place.leaf.parts:
-                value = place.leaf.read_part(hf.tensors, part)
-                writer.write(("params", *place.path), (*place.group, *part), value)
-        for router, name in enumerate(bias_names(config)):
-            writer.write(ROUTER_BIAS, (router,), hf.tensors[name].astype(np.float32))
-        record = ParameterRecord(model=config, checksums=writer.close(), origin=_origin(hf))
+        with _writer(partial, config) as writer:
+            for place in places(config):
+                for part in place.leaf.parts:
+                    value = place.leaf.read_part(hf.tensors, part)
+                    writer.write(("params", *place.path), (*place.group, *part), value)
+            for router, name in enumerate(bias_names(config)):
+                writer.write(ROUTER_BIAS, (router,), hf.tensors[name].astype(np.float32))
+            checksums = writer.close()
+        record = ParameterRecord(model=config, checksums=checksums, origin=_origin(hf))
         (partial / RECORD).write_text(json.dumps(record.to_json(), indent=1))
         (partial / SETTINGS).write_text(yaml.safe_dump({"model": settings}, sort_keys=False))
     return config
+
+
+def _writer(directory: Path, config: ModelConfig) -> ParameterWriter:
+    shapes: dict[Keys, tuple[int, ...]] = {ROUTER_BIAS: (config.num_routers, config.num_experts)}
+    leading: dict[Keys, int] = {ROUTER_BIAS: 1}
+    for place in places(config):
+        shapes[("params", *place.path)] = place.shape
+        leading[("params", *place.path)] = len(place.group) + len(place.leaf.parts[0])
+    return ParameterWriter(epath.Path(directory / STATE), shapes, leading)
 
 
 def ling_to_hf(

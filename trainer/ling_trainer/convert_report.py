@@ -22,8 +22,8 @@ class Row:
       shape: on the side that has it.
       status: equal and different compare every element; missing is not in the Hugging Face
         directory, left over not among the parameters.
-      max_difference: of the elements, in float32; NaN where they cannot be compared.
-      cosine: of the angle between both, as vectors; 1 where both are zero.
+      max_difference: of the elements, in float32; NaN where one is NaN or the shapes differ.
+      cosine: of the angle between both, as vectors; 1 where both are zero, NaN where not finite.
     """
 
     name: str
@@ -71,11 +71,14 @@ def _row(name: str, a: Shaped[np.ndarray, "..."], b: Shaped[np.ndarray, "..."]) 
         y = b[start : start + _STEP].astype(np.float32)
         equal &= bool(np.array_equal(x.view(np.uint32), y.view(np.uint32)))
         x, y = x.astype(np.float64), y.astype(np.float64)
-        difference = max(difference, float(np.abs(x - y).max()))
-        products += (x @ y, x @ x, y @ y)
+        with np.errstate(invalid="ignore"):  # of infinities
+            gaps = np.where(x == y, 0.0, np.abs(x - y))
+            difference = float(np.maximum(difference, gaps.max()))
+            products += (x @ y, x @ x, y @ y)
     dot, xx, yy = products
-    norm = math.sqrt(xx * yy)
-    cosine = dot / norm if norm else float(xx == yy)
+    norm = np.sqrt(xx * yy)
+    with np.errstate(invalid="ignore"):
+        cosine = float(dot / norm if norm else xx == yy)
     return Row(
         name=name,
         shape=shape,

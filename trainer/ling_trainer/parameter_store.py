@@ -6,11 +6,12 @@ TensorStore. What it writes, Orbax restores; what a run saved, it reads.
 Source of the layout: orbax-checkpoint 0.12.8 checkpoint/_src/{metadata/tree.py,serialization}.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorstore as ts
@@ -25,25 +26,37 @@ _STEP = 2**20  # elements a turn of a checksum
 
 
 class ParameterWriter:
-    """Write float32 arrays in any order, each element once."""
+    """Write float32 arrays in any order, each element once.
 
-    def __init__(self, directory: epath.Path, shapes: Mapping[Keys, tuple[int, ...]]) -> None:
+    Use as a context manager: leaving it, nothing is being written any more.
+    """
+
+    def __init__(
+        self,
+        directory: epath.Path,
+        shapes: Mapping[Keys, tuple[int, ...]],
+        leading: Mapping[Keys, int],
+    ) -> None:
         """Make the store.
 
         Args:
           directory: to make; of an Orbax item.
           shapes: of every array by its path in the tree; lists have integers for keys.
+          leading: how many first coordinates each write to an array names.
         """
         directory.mkdir()
         self._directory, self._shapes = directory, dict(shapes)
-        self._arrays: dict[Keys, ts.TensorStore] = {}
+        context = ts.Context()  # one, so that what is written at once is committed at once
+        opening = {
+            path: ts.open(_spec(directory, path) | _create(shape, leading[path]), context=context)
+            for path, shape in shapes.items()
+        }
+        self._arrays = {path: array.result() for path, array in opening.items()}
         self._sums = dict.fromkeys(shapes, 0)
         self._writes: list[tuple[int, Any]] = []
 
     def write(self, path: Keys, index: tuple[int, ...], value: Float[np.ndarray, "..."]) -> None:
         """Write array[index]; `index` are the first coordinates, () for the whole."""
-        if path not in self._arrays:
-            self._arrays[path] = self._create(path, len(index))
         shape = self._shapes[path]
         place = int(np.ravel_multi_index(index, shape[: len(index)])) if index else 0
         self._sums[path] += slice_checksum(value, start=place * value.size)
@@ -55,28 +68,16 @@ class ParameterWriter:
     def close(self) -> dict[str, int]:
         """Finish, and return each array's checksum by its name, as checksum.py computes it."""
         self._wait()
-        for path, shape in self._shapes.items():
-            if path not in self._arrays and 0 in shape:  # there was nothing to write
-                self._arrays[path] = self._create(path, 0)
         (self._directory / "_METADATA").write_text(json.dumps(_metadata(self._shapes)))
         return {leaf_name(path): total % 2**32 for path, total in self._sums.items()}
 
-    def _create(self, path: Keys, leading: int) -> ts.TensorStore:
-        shape = self._shapes[path]
-        chunk = [1] * leading + [max(size, 1) for size in shape[leading:]]
-        if leading < len(shape):
-            row = math.prod(chunk[leading + 1 :]) * 4
-            chunk[leading] = min(chunk[leading], max(1, _CHUNK_BYTES // row))
-        spec = _spec(self._directory, path) | {
-            "metadata": {
-                "shape": list(shape),
-                "chunks": chunk,
-                "dtype": "<f4",
-                "compressor": {"id": "zstd", "level": 1},
-            },
-            "create": True,
-        }
-        return ts.open(spec).result()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for write in self._writes:
+            with contextlib.suppress(OSError, ValueError):  # close() would have raised them
+                write[1].result()
 
     def _wait(self) -> None:
         for _, write in self._writes:
@@ -88,7 +89,7 @@ class ParameterReader:
     """Read arrays of an Orbax item: slices of them, nothing more."""
 
     def __init__(self, directory: epath.Path, prefix: Keys = ()) -> None:
-        self._directory, self._prefix = directory, prefix
+        self._directory, self._prefix, self._context = directory, prefix, ts.Context()
         self._arrays: dict[Keys, ts.TensorStore] = {}
 
     def shape(self, path: Keys) -> tuple[int, ...]:
@@ -108,7 +109,8 @@ class ParameterReader:
     def _open(self, path: Keys) -> ts.TensorStore:
         if path not in self._arrays:
             spec = _spec(self._directory, (*self._prefix, *path))
-            self._arrays[path] = ts.open(spec | {"open": True}, read=True).result()
+            opening = ts.open(spec | {"open": True}, read=True, context=self._context)
+            self._arrays[path] = opening.result()
         return self._arrays[path]
 
 
@@ -140,6 +142,19 @@ def _spec(directory: epath.Path, path: Keys) -> dict[str, Any]:
     base = where if "://" in where else local
     kvstore = {"driver": "ocdbt", "base": base, "path": leaf_name(path) + "/"}
     return {"driver": "zarr", "kvstore": kvstore}
+
+
+def _create(shape: tuple[int, ...], leading: int) -> dict[str, Any]:
+    """Return the part of a spec that makes an array, in chunks of no more than one write."""
+    chunk = [1] * leading + [max(size, 1) for size in shape[leading:]]
+    if leading < len(shape):
+        row = math.prod(chunk[leading + 1 :]) * 4
+        chunk[leading] = min(chunk[leading], max(1, _CHUNK_BYTES // row))
+    compressor = {"id": "zstd", "level": 1}
+    metadata = {
+        "shape": list(shape), "chunks": chunk, "dtype": "<f4", "compressor": compressor,
+    }  # fmt: skip
+    return {"metadata": metadata, "create": True}
 
 
 def _metadata(shapes: Mapping[Keys, tuple[int, ...]]) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from ling_trainer.convert import Place, places
 from ling_trainer.ends import EndRun, ExitCode, end_run
 from ling_trainer.model.hf_layout import bias_names
 from ling_trainer.model_config import ModelConfig
-from ling_trainer.parameter_store import ParameterReader, leaf_name, slice_checksum
+from ling_trainer.parameter_store import Keys, ParameterReader, leaf_name, slice_checksum
 
 STATE, RECORD = "state", "parameters.json"
-ROUTER_BIAS = ("router_bias",)
+ROUTER_BIAS: Keys = ("router_bias",)
 _FORMAT = 1
 
 

@@ -37,6 +37,7 @@ from ling_trainer.schema import ConfigError
 from ling_trainer.startup import Program, build_program
 from ling_trainer.step import TrainState
 from ling_trainer.stop_signal import StopSignal
+from ling_trainer.warm_start import first_state
 
 log = logging.getLogger("ling_trainer")
 
@@ -176,7 +177,7 @@ def _state(
             state = checkpoints.restore(found, program.abstract_state)
         log.info("restored the checkpoint of step %d", found)
     else:
-        state = program.initial_state()
+        state = first_state(program)
     if checkpoints and environment.restore_before_step is not None:
         for step in checkpoints.discard_after(found):
             log.warning("discarded the checkpoint of step %d", step)

@@ -8,6 +8,7 @@ from typing import Any, Self
 from ling_trainer.config import RunConfig
 from ling_trainer.data.index_file import DataError
 from ling_trainer.data.order import SampleOrder
+from ling_trainer.model_config import ModelConfig
 
 FORMAT = 1
 _FREE_MODEL_FIELDS = frozenset(
@@ -87,16 +88,27 @@ class RunRecord:
             raise ValueError(f"its run record is damaged ({error!r})") from error
 
 
+def architecture_of(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings that parameters have their shape and meaning from, by dotted name.
+
+    Where null stands for another field's value, it is that value.
+    """
+    fields = model.model_dump(mode="json")
+    fields["num_key_value_heads"] = model.key_value_heads
+    shared = model.moe_shared_expert_intermediate_size or model.moe_intermediate_size
+    fields["moe_shared_expert_intermediate_size"] = shared
+    return {f"model.{k}": v for k, v in fields.items() if k not in _FREE_MODEL_FIELDS}
+
+
 def identity_of(config: RunConfig, *, global_batch_size: int) -> dict[str, Any]:
     """Return the settings that every attempt of a run must share.
 
     The architecture, because the arrays have its shape and meaning; and what turns a step number
     into samples, because the data position is kept as a step. Paths are left out: data may move.
     """
-    model = config.model.model_dump(mode="json")
     data = config.data.model_dump(mode="json")
     return (
-        {f"model.{k}": v for k, v in model.items() if k not in _FREE_MODEL_FIELDS}
+        architecture_of(config.model)
         | {f"data.{name}": data[name] for name in _DATA_FIELDS}
         | {"data.global_batch_size": global_batch_size}
     )

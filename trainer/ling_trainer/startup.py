@@ -74,6 +74,12 @@ class Program:
         lowered = jax.jit(init, out_shardings=shardings).lower()
         return lowered.compile(compiler_options=quick)()
 
+    def state_from(self, params: Params, router_bias: Array) -> TrainState:
+        """Make the state before the first step of given parameters, which are donated."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        init = functools.partial(init_state, tx=self.tx)
+        return jax.jit(init, out_shardings=shardings, donate_argnums=(0, 1))(params, router_bias)
+
     def local_rows(self) -> list[int]:
         """List the rows of the global batch that this process's devices hold, in order."""
         placement = sharding.batch_sharding(self.mesh)
