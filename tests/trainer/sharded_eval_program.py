@@ -90,6 +90,10 @@ def main():
             batch = placed_where_it_belongs(program, arrays._asdict())
             result = step(state.params, state.router_bias, batch, program.flag(stop=False))
             assert all(x.is_fully_replicated for x in jax.tree.leaves(result))
+            # Placing what is placed changes nothing.
+            again = jax.device_put(batch, batch_sharding(program.mesh))
+            same = step(state.params, state.router_bias, again, program.flag(stop=False))
+            assert hashed((again, same)) == hashed((batch, result))
             done.append(jax.device_get(result[0]))
     sharded = eval_log(done, mtp_per_layer_loss_norm=True)
 

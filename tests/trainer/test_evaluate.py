@@ -20,12 +20,13 @@ from ling_trainer.data.index_file import DataError
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.packing import PackedBatch
 from ling_trainer.data.source import open_dataset, open_source
-from ling_trainer.data.validation import ValidationSplit, open_validation
+from ling_trainer.data.validation import ValidationSplit, open_validation, validation_order
 from ling_trainer.eval_config import EvalConfig
 from ling_trainer.eval_step import EvalSums, eval_log, eval_step
 from ling_trainer.evaluate import Evaluation, evaluate
 from ling_trainer.health_metrics import EVALUATED
 from ling_trainer.presets import ling2
+from ling_trainer.run_record import RunRecord
 from ling_trainer.schema import ConfigError
 from ling_trainer.settings import resolve
 from ling_trainer.stop_signal import StopSignal
@@ -168,15 +169,14 @@ def test_an_evaluation_that_has_no_data_or_no_end_is_refused(
 
 
 def open_split(
-    eval_steps: int, *, steps: int = 10, order: SampleOrder | None = None, **changes: Any
+    eval_steps: int, *, steps: int = 10, saved: SampleOrder | None = None, **changes: Any
 ) -> ValidationSplit:
     config = EvalConfig(eval_interval=4, eval_steps=eval_steps)
-    samples = config.num_samples(steps=steps, global_batch_size=ROWS)
     return open_validation(
         DATA.model_copy(update=changes),
         config,
         vocab_size=VOCAB,
-        order=order or (SampleOrder((samples,)) if samples else None),
+        order=validation_order(config, saved, steps=steps, global_batch_size=ROWS),
         global_batch_size=ROWS,
         num_microbatches=2,
     )
@@ -206,9 +206,19 @@ def test_evaluations_read_the_validation_split_in_megatrons_order() -> None:
 
 
 def test_a_resumed_run_with_more_steps_reads_the_same_batches_at_the_same_step() -> None:
-    first, grown = open_split(2), SampleOrder((3 * 2 * ROWS,)).extended(26 * 2 * ROWS)
-    assert inputs(read(open_split(2, steps=100, order=grown), 8)) == inputs(read(first, 8))
-    assert inputs(read(open_split(2, steps=100), 8)) != inputs(read(first, 8))  # not pinned
+    config, first = EvalConfig(eval_interval=4, eval_steps=2), inputs(read(open_split(2), 8))
+    order = validation_order(config, None, steps=10, global_batch_size=ROWS)
+    record = RunRecord(
+        attempt=1, sample_order=SampleOrder((1,)), identity={}, valid_order=order
+    ).to_json()
+    saved = RunRecord.from_json(json.loads(json.dumps(record))).valid_order
+    assert inputs(read(open_split(2, steps=100, saved=saved), 8)) == first
+    assert inputs(read(open_split(2, steps=100), 8)) != first  # not pinned
+    # Without evaluation, and in checkpoints that know of none, an order is kept as it is.
+    for off in (EvalConfig(), EvalConfig(eval_interval=4)):
+        assert validation_order(off, saved, steps=100, global_batch_size=ROWS) == saved
+    del record["valid_order"]
+    assert RunRecord.from_json(record).valid_order is None
 
 
 def test_a_whole_split_is_read_once_and_its_last_batch_is_filled_up_with_padding() -> None:

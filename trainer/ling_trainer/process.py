@@ -24,7 +24,7 @@ from ling_trainer.data.index_file import DataError, StorageError
 from ling_trainer.data.loader import Loader
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.source import SampleSource, open_source
-from ling_trainer.data.validation import ValidationSplit, open_validation
+from ling_trainer.data.validation import ValidationSplit, open_validation, validation_order
 from ling_trainer.distributed import initialize, peers_alive
 from ling_trainer.ends import Ending, EndRun, ExitCode, leave, write_termination_message
 from ling_trainer.environment import Environment
@@ -147,25 +147,20 @@ def _record(
         check_identity(directory, found, ours=identity, theirs=saved.identity)
         order, content = saved.sample_order.extended(order.num_samples), saved.data_content
         valid_order = saved.valid_order
+    valid_order = validation_order(
+        program.config.evaluation,
+        valid_order,
+        steps=program.config.steps,
+        global_batch_size=program.global_batch_size,
+    )
     return RunRecord(
         attempt=environment.attempt,
         sample_order=order,
         identity=identity,
         data_content=content,
         settings=program.config.model_dump(mode="json"),
-        valid_order=_valid_order(program, valid_order),
+        valid_order=valid_order,
     )
-
-
-def _valid_order(program: Program, saved: SampleOrder | None) -> SampleOrder | None:
-    """Pin the order of the validation split as that of training; a whole split needs none."""
-    config = program.config
-    needed = config.evaluation.num_samples(
-        steps=config.steps, global_batch_size=program.global_batch_size
-    )
-    if needed is None:
-        return saved
-    return saved.extended(needed) if saved else SampleOrder((needed,))
 
 
 def _state(

@@ -62,6 +62,30 @@ class ValidationSplit:
         )
 
 
+def validation_order(
+    evaluation: EvalConfig,
+    saved: SampleOrder | None,
+    *,
+    steps: int,
+    global_batch_size: int,
+) -> SampleOrder | None:
+    """Pin how many samples the validation split is made for, as it is done for training.
+
+    Args:
+      evaluation: how much is read, and when.
+      saved: the order of the checkpoint that the run goes on from; None without one.
+      steps: of the whole run.
+      global_batch_size: B.
+
+    Returns:
+      What the next checkpoint says; None where nothing is read in an order that needs it.
+    """
+    needed = evaluation.num_samples(steps=steps, global_batch_size=global_batch_size)
+    if needed is None:
+        return saved
+    return saved.extended(needed) if saved else SampleOrder((needed,))
+
+
 def open_validation(
     data: DataConfig,
     evaluation: EvalConfig,
