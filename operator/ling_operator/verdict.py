@@ -100,7 +100,6 @@ def _of_this_process(state: HealthState, sample: HealthSample) -> HealthState:
             "nonfinite_row": 0,
             "longest_nonfinite_row": 0,
             "last_finite_step": 0,
-            "heartbeat_time": None,
             "stepping": False,
             "step_seconds": Window(),
             "straggler": None,

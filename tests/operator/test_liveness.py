@@ -17,8 +17,8 @@ def at(seconds: float) -> datetime:
 
 def page(step: int, seconds: float, **series: Any) -> HealthSample:
     time = at(seconds)
-    moving = {"lm_loss": 3.0, "last_step_time": time, "heartbeat": time}
-    return HealthSample(time=time, pod_uid="pod-0", step=step, **(moving | series))
+    moving = {"pod_uid": "pod-0", "lm_loss": 3.0, "last_step_time": time, "heartbeat": time}
+    return HealthSample(time=time, step=step, **(moving | series))
 
 
 def moving_run() -> HealthState:
@@ -80,6 +80,22 @@ def test_a_process_that_compiles_has_half_an_hour() -> None:
     assert clock.see(3000, 501) == []
     clock.see(3060, 502)
     assert clock.state.step_seconds.values == (60.0,), "compiling is no step"
+
+
+def test_a_new_process_is_judged_anew_whatever_its_clock_says() -> None:
+    clock = Clock()
+    for step in range(10):
+        clock.see(1000 * step, step)
+    clock.state = clock.state.model_copy(update={"straggler": "node-3", "straggler_seconds": 999})
+    anew = {"pod_uid": "pod-0b"}
+    starting = anew | {"lm_loss": None, "last_step_time": None, "heartbeat": at(-3600)}
+    assert clock.see(10_000, 0, **starting) == []
+    assert clock.see(11_700, 0, **starting) == []  # it compiles
+    for step in range(1, 5):
+        assert clock.see(11_700 + 10 * step, step, **anew) == []
+    standing = anew | STANDING
+    assert clock.see(11_740 + 600, 4, **standing) == []
+    assert clock.see(11_740 + 601, 4, **standing) == ["Stalled"]
 
 
 def test_a_validation_that_takes_an_hour_is_no_stall() -> None:
