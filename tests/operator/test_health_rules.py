@@ -158,6 +158,18 @@ def test_a_run_that_restarts_from_within_a_spike_is_still_in_it() -> None:
     assert reasons(state) == ["LossSpike"]
 
 
+def test_a_run_that_goes_back_before_its_spike_begins_a_new_row() -> None:
+    state = folded(pages("lm_loss", [*CALM, 8.0, 8.0]))
+    again = [
+        replace(page(30 + i, lm_loss=8.0), time=at(900 + 5 * i), pod_uid="pod-0b")
+        for i in range(3)
+    ]
+    state = folded(again[:2], state=state)
+    assert reasons(state) == []
+    verdict = judge(folded(again[2:], state=state), DEFAULTS)
+    assert (verdict.step, verdict.restore_before_step) == (30, 29)
+
+
 def test_values_that_are_no_numbers_are_left_to_the_rule_for_them() -> None:
     bad = [math.nan, math.inf, -math.inf, None] * 5
     for series in ("lm_loss", "raw_grad_norm", "num_zeros", "total_weights"):
