@@ -11,6 +11,7 @@ import pytest
 
 from ling_trainer.batch import Batch
 from ling_trainer.config import LossConfig
+from ling_trainer.head_loss import head_loss
 from ling_trainer.loss import microbatch_loss, mtp_targets
 from ling_trainer.model.outputs import ModelOutputs, RouterStats
 from ling_trainer.optimizer import make_optimizer
@@ -82,6 +83,13 @@ def test_golden_megatron_normalisation_clipping_and_reports(
         worst = max(worst, np.abs(grad - golden[f"{prefix}_grad_{name}"]).max())
         clipped = golden[f"{prefix}_clipped_grad_{name}"]
         worst = max(worst, np.abs(grad * factor - clipped).max())
+    if mode == "permicro":  # the older loss function, of the same gradients
+        old = f"dp{ranks}_legacy2tuple"
+        for name, grad in grads.items():
+            worst = max(worst, np.abs(grad - golden[f"{old}_grad_{name}"]).max())
+            worst = max(worst, np.abs(grad * factor - golden[f"{old}_clipped_grad_{name}"]).max())
+        assert golden[f"{old}_num_zeros"] == golden[f"{prefix}_num_zeros"]
+        assert golden[f"{old}_grad_norm"] == golden[f"{prefix}_grad_norm"]
     show_golden(
         f"megatron/loss/ga_normalization.npz ({prefix})", cases="1/1", worst=worst, tolerance=ATOL
     )
@@ -89,6 +97,41 @@ def test_golden_megatron_normalisation_clipping_and_reports(
     assert log["learning/total_weights"] == golden["valid_tokens"][:ranks].sum()
     assert log["learning/grad_norm"] <= CLIP
     assert worst < ATOL
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_golden_megatron_reports_sums_and_tokens_of_each_micro_batch_of_each_rank(
+    ranks: int, show_golden: Any
+) -> None:
+    golden, worst = np.load(LOSS / "ga_normalization.npz"), 0.0
+    head = jnp.asarray(golden["out"], jnp.float32).T
+    for rank in range(ranks):
+        for micro in range(MICRO):
+            tokens, labels, mask = (
+                golden[name][rank, micro] for name in ("tokens", "labels", "loss_mask")
+            )
+            loss = head_loss(
+                head, jnp.asarray(golden["emb"], jnp.float32)[tokens], jnp.asarray(labels, int),
+                jnp.asarray(mask > 0), jnp.zeros(mask.shape), depth=0, z_loss_multiplier=0.0,
+                logits=lambda p, h, depth: h @ p, num_vocab_tiling=1,
+            )  # fmt: skip
+            total, count = float(loss.xent.sum()), float((mask > 0).sum())
+            want = {"pertoken": (total, count), "permicro": (total, count)}
+            want["legacy2tuple"] = (total / max(count, 1),)
+            for mode, values in want.items():
+                report = golden[f"dp{ranks}_{mode}_per_micro_report_rank{rank}"][micro]
+                scale = max(count, 1) if len(values) > 1 else 1  # sums are of up to 31 tokens
+                worst = max(worst, float(np.abs(report - np.array(values)).max()) / scale)
+    show_golden("megatron/loss/ga_normalization.npz", cases="", worst=worst, tolerance=ATOL)
+    assert worst < ATOL
+
+
+def test_golden_megatron_normalisation_has_no_other_case() -> None:
+    names = np.load(LOSS / "ga_normalization.npz").files
+    assert len(names) == 69
+    modes = {tuple(name.split("_")[:2]) for name in names if name.startswith("dp")}
+    assert modes == {(d, m) for d in ("dp1", "dp2") for m in ("pertoken", "permicro",
+                                                              "legacy2tuple")}  # fmt: skip
 
 
 @pytest.mark.parametrize("roll", ["plain", "packed"])
@@ -131,6 +174,9 @@ def test_golden_megatron_mtp_loss_by_depth_and_its_gradient(
         "d_hidden": d_hidden.reshape(golden["hidden_states"].shape),
         "d_weight": d_weight,
     }
+    found["total"] = jnp.stack([
+        mtp_targets(batch, depth=depth, mtp_roll=config.mtp_roll)[1].sum() for depth in (1, 2)
+    ])  # fmt: skip
     worst = max(float(np.abs(v - golden[f"{key}_{name}"]).max()) for name, v in found.items())
     show_golden(f"megatron/loss/mtp.npz ({key})", cases="1/1", worst=worst, tolerance=2e-5)
     assert worst < 2e-5
