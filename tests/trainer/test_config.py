@@ -72,6 +72,8 @@ def test_setting_both_batch_sizes_is_refused() -> None:
         ("loss_groups=3", "global_batch_size=4", "loss_groups=3", "choose a multiple"),
         ("n_group=3", "n_group=3", "num_experts=16", "choose a divisor"),
         ("topk_group=9", "topk_group=9", "n_group=4", "lower it"),
+        ("moe_router_pre_softmax=true", "moe_router_pre_softmax", "true", "leave it out"),
+        ("score_function=softmax", "routed_bias_update_rate", "0.001", "set it to 0"),
         ("num_experts_per_tok=9", "num_experts_per_tok=9", "topk_group=2", "lower"),
         ("group_norm_size=3", "group_norm_size=3", "128", "choose a divisor"),
         ("partial_rotary_factor=0.1", "partial_rotary_factor=0.1", "head_dim=32", "even"),

@@ -211,6 +211,12 @@ class RunConfig(Schema):
                 f"below data.max_target_length={self.data.max_target_length}; lower the depth",
             ),
             (
+                self.model.score_function == "sigmoid"
+                or not self.optimizer.routed_bias_update_rate,
+                f"optimizer.routed_bias_update_rate={self.optimizer.routed_bias_update_rate}: "
+                "with model.score_function=softmax a router has no expert bias; set it to 0",
+            ),
+            (
                 self.base_output_directory is not None
                 or not self.checkpoint.enable_checkpointing,
                 "base_output_directory is not set; checkpoints need one (or set "
