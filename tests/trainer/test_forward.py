@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from safetensors.numpy import load_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from ling_trainer import forward_file
 from ling_trainer.checkpoint import Checkpoints
@@ -26,6 +27,7 @@ from ling_trainer.model_config import ModelConfig
 from ling_trainer.optimizer import make_optimizer
 from ling_trainer.optimizer_config import OptimizerConfig
 from ling_trainer.run_record import RunRecord
+from ling_trainer.safetensors_file import TensorWriter
 from ling_trainer.schema import ConfigError
 from ling_trainer.step import init_state
 
@@ -63,7 +65,8 @@ def forward(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str,
         if segment_ids is not None:
             np.save(folder / "segments.npy", segment_ids)
             options += ["--segment-ids", str(folder / "segments.npy")]
-        weights = [] if "--checkpoint" in arguments else ["--hf", str(FOLDER)]
+        named = {"--checkpoint", "--hf"} & set(arguments)
+        weights = [] if named else ["--hf", str(FOLDER)]
         assert main(["forward", *weights, *options, *arguments]) == 0
         assert sorted(path.name for path in folder.iterdir())[0] == "out.safetensors"
         return load_file(folder / "out.safetensors")
@@ -193,6 +196,39 @@ def test_gradients_of_every_tensor_have_the_golden_statistics(
     assert norms <= 1e-4
     for name, gradient in load_file(FOLDER / "grads.safetensors").items():
         np.testing.assert_allclose(gradients[name], gradient, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_logits_of_grouped_query_attention_equal_the_golden(
+    forward: Callable[..., Any], show_golden: Callable[..., None]
+) -> None:
+    folder = FOLDER.parent / "ling_v2_tiny"
+    golden = SimpleNamespace(**load_file(folder / "expected.safetensors"))
+    found = forward(golden.input_ids, golden.attention_mask, "--hf", str(folder))
+    real = golden.attention_mask == 1
+    errors = [
+        np.abs(found["logits"] - golden.logits)[real].max(),
+        np.abs(found["mtp_logits_1"] - golden.mtp_logits)[real].max(),
+    ]
+    cases = f"forward: {real.sum()} x 256 logits, main and mtp"
+    show_golden("ling_v2_tiny", cases=cases, worst=max(errors), tolerance=LOGITS)
+    assert max(errors) <= LOGITS
+
+
+@pytest.mark.slow
+def test_without_multi_token_prediction_there_is_only_the_language_model(
+    golden: SimpleNamespace, forward: Callable[..., Any], tmp_path: Path
+) -> None:
+    tensors = load_file(FOLDER / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if not name.startswith("model.layers.4.")}
+    save_file(kept, tmp_path / "model.safetensors")
+    config = json.loads((FOLDER / "config.json").read_text())
+    text = json.dumps(config | {"num_nextn_predict_layers": 0})
+    (tmp_path / "config.json").write_text(text)
+    found = forward(golden.input_ids, golden.attention_mask, "--hf", str(tmp_path))
+    assert set(found) == {"logits", "token_losses"}
+    real = golden.attention_mask == 1
+    assert np.abs(found["logits"] - golden.logits)[real].max() <= LOGITS
 
 
 @pytest.fixture(scope="module")
@@ -372,3 +408,17 @@ def test_weights_of_tokens_add_up_to_1_and_the_factor() -> None:
     assert targets.mask.sum((1, 2)).tolist() == [6, 3, 1]
     assert targets.weights.sum((1, 2)).tolist() == pytest.approx([1.0, 0.15, 0.15])
     assert not targets.weights[~targets.mask].any()
+
+
+def test_a_row_that_does_not_fit_its_tensor_is_no_part_of_a_file(tmp_path: Path) -> None:
+    rows, wrong = np.arange(6, dtype=np.float32).reshape(3, 2), np.zeros(3, np.float32)
+    path = tmp_path / "x.safetensors"
+    with TensorWriter(path, {"a": (rows.shape, rows.dtype)}, {"roll": "plain"}) as writer:
+        for row in (2, 0, 1):
+            writer.write_row("a", row, rows[row])
+        for row, value in ((0, wrong), (3, rows[0]), (1, rows[1].astype(np.int32))):
+            with pytest.raises(ValueError, match=f"row {row} of a is .* was announced"):
+                writer.write_row("a", row, value)
+    np.testing.assert_array_equal(load_file(path)["a"], rows)
+    with safe_open(path, "np") as file:
+        assert file.metadata() == {"roll": "plain"}
