@@ -24,6 +24,7 @@ MaxText's where MaxText has one. Megatron's flags map as follows:
 | --calculate-per-token-loss        | calculate_per_token_loss=true (absent: false)   |
 | --train-iters                     | steps                                           |
 | --global-batch-size               | global_batch_size                               |
+| --rampup-batch-size               | rampup_batch_size=[start, increment, samples]   |
 | --seq-length                      | max_target_length                               |
 | --data-path, --split, --seed      | dataset_path, split, data_shuffle_seed          |
 | --train-data-path, --valid-...    | train_data_path, valid_data_path, test_data_path |
@@ -52,6 +53,7 @@ from ling_trainer.data_config import DataConfig
 from ling_trainer.eval_config import EvalConfig
 from ling_trainer.model_config import ModelConfig
 from ling_trainer.optimizer_config import OptimizerConfig
+from ling_trainer.ramp_up import BatchSizes, ramp_up_rules, ramp_up_stages
 from ling_trainer.schema import Count, NonNegative, PositiveInt, Rules, Schema, require
 
 
@@ -194,6 +196,7 @@ class RunConfig(Schema):
         batch = self.data.global_batch_size
         require((
             *self._evaluation_rules(),
+            *self._ramp_up_rules(),
             (
                 batch is None or batch % (k * groups) == 0,
                 f"data.global_batch_size={batch} is not a multiple of "
@@ -224,6 +227,29 @@ class RunConfig(Schema):
             ),
         ))  # fmt: skip
         return self
+
+    @property
+    def ramp_up(self) -> BatchSizes | None:
+        """Batch sizes of a run that ramps up; None where every step has the same."""
+        rampup, size = self.data.rampup_batch_size, self.data.global_batch_size
+        if rampup is None or size is None:
+            return None
+        k = self.gradient_accumulation_steps
+        return ramp_up_stages(rampup, batch_size=size, num_microbatches=k)
+
+    def num_microbatches_of(self, rows: int) -> int:
+        """Return the micro-batches of a step of so many rows: K, fewer while ramping up."""
+        k, size = self.gradient_accumulation_steps, self.data.global_batch_size
+        if size is None or self.data.rampup_batch_size is None:
+            return k
+        return rows * k // size
+
+    def _ramp_up_rules(self) -> Rules:
+        rampup, size = self.data.rampup_batch_size, self.data.global_batch_size
+        k = self.gradient_accumulation_steps
+        if rampup is None or size is None or size % k:
+            return ()
+        return ramp_up_rules(rampup, batch_size=size, num_microbatches=k)
 
     def _evaluation_rules(self) -> Rules:
         data, on = self.data, self.evaluation.enabled

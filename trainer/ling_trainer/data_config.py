@@ -1,10 +1,20 @@
 """Where a run's tokens come from and how they become batches. No JAX."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ling_trainer.schema import Count, NonNegative, PositiveInt, Schema, require
+
+
+def _from_list(value: object) -> object:
+    """Take a YAML list for the tuple that a frozen configuration needs."""
+    return tuple(cast("list[object]", value)) if isinstance(value, list) else value
+
+
+type RampUpSetting = Annotated[
+    tuple[PositiveInt, ...], Field(min_length=3, max_length=3), BeforeValidator(_from_list)
+]
 
 
 class DataConfig(Schema):
@@ -33,6 +43,11 @@ class DataConfig(Schema):
     """Sequences an optimizer step, over all micro-batches. This or per_device_batch_size."""
     per_device_batch_size: PositiveInt | None = None
     """Sequences a device in one micro-batch. This or global_batch_size."""
+    rampup_batch_size: RampUpSetting | None = None
+    """Start, increment, samples: begin with batches of `start` sequences and add `increment` at a
+    time, up to global_batch_size after `samples` sequences. A smaller batch has fewer
+    micro-batches of the same size. Schedules count sequences then, in units of global_batch_size,
+    so warm-up and decay take more steps."""
     eod_id: Count
     """End-of-document token."""
     pad_id: Count
@@ -98,6 +113,11 @@ class DataConfig(Schema):
                 (self.global_batch_size is None) != (self.per_device_batch_size is None),
                 f"global_batch_size={self.global_batch_size} and per_device_batch_size="
                 f"{self.per_device_batch_size}: set exactly one",
+            ),
+            (
+                self.rampup_batch_size is None or self.global_batch_size is not None,
+                f"rampup_batch_size={self.rampup_batch_size} needs global_batch_size, the size it "
+                "ends at; set it in place of per_device_batch_size",
             ),
             (
                 self.dataset_type == "synthetic" or has_own or self.dataset_path is not None,

@@ -1,15 +1,15 @@
 """The `for` over steps: when to save, when to stop, and why."""
 
 import logging
-import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
 
 from ling_trainer.checkpoint import Checkpoints
 from ling_trainer.config import RunConfig
-from ling_trainer.data.loader import Loader
+from ling_trainer.data.packing import PackedBatch
 from ling_trainer.distributed import peers_alive
 from ling_trainer.ends import Ending, ExitCode
 from ling_trainer.evaluate import Evaluation, evaluate
@@ -18,8 +18,9 @@ from ling_trainer.progress import Progress, may_be_saved
 from ling_trainer.report import NonFiniteStep, StepReport
 from ling_trainer.reporter import Reporter
 from ling_trainer.run_record import RunRecord
-from ling_trainer.startup import CompiledStep, Program
+from ling_trainer.startup import Program
 from ling_trainer.step import TrainState
+from ling_trainer.step_programs import StepPrograms
 from ling_trainer.stop_signal import StopSignal
 
 log = logging.getLogger("ling_trainer")
@@ -32,8 +33,8 @@ class Run:
     Attributes:
       config: of the run.
       program: places batches and flags on devices.
-      step: the compiled step; it takes a poison exactly if config.fault.enabled.
-      loader: batches from the first step to do.
+      steps: the compiled step; it takes a poison exactly if config.fault.enabled.
+      batches: this process's rows, from the first step to do.
       record: what every checkpoint says about the run.
       checkpoints: None where checkpointing is off.
       evaluation: None where the run is not evaluated.
@@ -43,8 +44,8 @@ class Run:
 
     config: RunConfig
     program: Program
-    step: CompiledStep
-    loader: Loader
+    steps: StepPrograms
+    batches: Iterator[PackedBatch]
     record: RunRecord
     checkpoints: Checkpoints | None
     evaluation: Evaluation | None
@@ -58,6 +59,7 @@ class _Done:
 
     report: StepReport
     stop: bool
+    tokens: int  # of the batch, padding included
 
 
 def train(run: Run, state: TrainState) -> Ending:
@@ -81,9 +83,7 @@ def train(run: Run, state: TrainState) -> Ending:
         began = time.monotonic()
         state, done = _one_step(run, state, number)
         seconds = time.monotonic() - began
-        bad = run.reporter.finish_step(
-            done.report, seconds=seconds, tokens=math.prod(run.program.batch_shape)
-        )
+        bad = run.reporter.finish_step(done.report, seconds=seconds, tokens=done.tokens)
         if bad and _diverged(config, run.reporter.progress):
             run.reporter.record_step({})
             signals.phase = "leaving"
@@ -121,13 +121,14 @@ def _one_step(run: Run, state: TrainState, number: int) -> tuple[TrainState, _Do
     decided from it, and on a state that a later step has not yet replaced.
     """
     program, fault = run.program, run.config.fault
-    batch = program.place(next(run.loader)._asdict())
+    batch = program.place(next(run.batches)._asdict())
+    step = run.steps.of(batch)
     poison = [program.poison(poison_of(fault, number))] if fault.enabled else []
     flag = program.flag(stop=run.signals.requested)
     with peers_alive(f"step {number}"):
-        result = run.step(state, batch, flag, *poison)
+        result = step(state, batch, flag, *poison)
         report, stop = jax.device_get((result.report, result.stop))
-    return result.state, _Done(report, bool(stop))
+    return result.state, _Done(report, bool(stop), batch.inputs.size)
 
 
 def _evaluate_and_record(run: Run, state: TrainState, number: int, *, give_way: bool) -> None:

@@ -1,10 +1,12 @@
 """The training process from its first line to its exit code."""
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
 import traceback
+from collections.abc import Generator
 from typing import NoReturn
 
 import numpy as np
@@ -21,8 +23,9 @@ from ling_trainer.checkpoint import (
 from ling_trainer.config import RunConfig
 from ling_trainer.console import set_up_logging
 from ling_trainer.data.index_file import DataError, StorageError
-from ling_trainer.data.loader import Loader
+from ling_trainer.data.loader import read_batches
 from ling_trainer.data.order import SampleOrder
+from ling_trainer.data.packing import PackedBatch
 from ling_trainer.data.source import SampleSource, open_source
 from ling_trainer.data.validation import ValidationSplit, open_validation, validation_order
 from ling_trainer.distributed import initialize, peers_alive
@@ -36,6 +39,7 @@ from ling_trainer.run_record import RunRecord, check_data_content, identity_of
 from ling_trainer.schema import ConfigError
 from ling_trainer.startup import Program, build_program
 from ling_trainer.step import TrainState
+from ling_trainer.step_programs import StepPrograms
 from ling_trainer.stop_signal import StopSignal
 from ling_trainer.warm_start import first_state
 
@@ -105,18 +109,19 @@ def _train(
     record = dataclasses.replace(record, data_content=source.content)
     state = _state(program, checkpoints, found, environment)
     reporter.begin(step=found)
-    compiled = program.compile(with_poison=config.fault.enabled)
+    size = program.batch_sizes.stage_at(found).batch_size
+    steps = StepPrograms(program, with_poison=config.fault.enabled, batch_size=size)
     evaluation = None
     if validation:
         step = program.compile_eval_step()
         evaluation = Evaluation(program=program, step=step, split=validation)
-    with _loader(program, source, found) as loader:
+    with contextlib.closing(_batches(program, source, found)) as batches:
         ending = train(
             Run(
                 config=config,
                 program=program,
-                step=compiled,
-                loader=loader,
+                steps=steps,
+                batches=batches,
                 record=record,
                 checkpoints=checkpoints,
                 evaluation=evaluation,
@@ -140,7 +145,7 @@ def _record(
       EndRun: that checkpoint is of another model or batch, or its record is damaged.
     """
     identity = identity_of(program.config, global_batch_size=program.global_batch_size)
-    order = SampleOrder((program.config.steps * program.global_batch_size,))
+    order = SampleOrder((program.batch_sizes.samples_before(program.config.steps),))
     content, valid_order = None, None
     if directory and found:
         saved = read_record(directory, found)
@@ -200,16 +205,14 @@ def _open_validation(program: Program, record: RunRecord) -> ValidationSplit:
     )
 
 
-def _loader(program: Program, source: SampleSource, start: int) -> Loader:
-    config = program.config
-    return Loader(
+def _batches(program: Program, source: SampleSource, start: int) -> Generator[PackedBatch]:
+    return read_batches(
         source,
-        config.data,
-        rows=program.local_rows(),
-        global_batch_size=program.global_batch_size,
-        num_microbatches=config.gradient_accumulation_steps,
+        program.config.data,
+        sizes=program.batch_sizes,
+        rows_of=program.local_rows,
         start_step=start,
-        num_steps=config.steps,
+        num_steps=program.config.steps,
     )
 
 

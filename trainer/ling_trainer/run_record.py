@@ -20,6 +20,7 @@ _DATA_FIELDS = (
     "split",
     "data_shuffle_seed",
     "max_target_length",
+    "rampup_batch_size",
     "add_extra_token_to_sequence",
     "mid_level_dataset_surplus",
 )

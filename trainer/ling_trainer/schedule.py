@@ -13,6 +13,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from ling_trainer.optimizer_config import OptimizerConfig
+from ling_trainer.ramp_up import BatchSizes
 
 
 def learning_rate(
@@ -49,6 +50,33 @@ def learning_rate(
     t = step.astype(jnp.float32) + fraction
     rising = config.lr_warmup_init + (peak - config.lr_warmup_init) * (t / warmup)
     return jnp.where(t <= warmup, rising, rate)
+
+
+def full_batches(
+    sizes: BatchSizes, step: Int[Array, ""]
+) -> tuple[Int[Array, ""], Float[Array, ""]]:
+    """Return how many full batches the samples of the first `step` steps make.
+
+    That is where a schedule is while the batch size ramps up: Megatron's counts samples, and its
+    iterations are turned into samples by the full batch size.
+
+    Returns:
+      The whole part, and the rest in [0, 1).
+
+    Source: Megatron-LM megatron/training/training.py@d98e8a64, get_optimizer_param_scheduler.
+    """
+    full = sizes.full.batch_size
+    # In full batches and samples: what is before each stage, and what each of its steps adds.
+    rows = [
+        (stage.first_step, *divmod(stage.first_sample, full), *divmod(stage.batch_size, full))
+        for stage in sizes.stages
+    ]
+    table = jnp.asarray(rows, jnp.int32)
+    place = jnp.searchsorted(table[:, 0], step, side="right") - 1
+    first_step, whole, rest, whole_each, rest_each = table[place]
+    since = step - first_step
+    more, samples = jnp.divmod(rest + since * rest_each, full)
+    return whole + since * whole_each + more, samples.astype(jnp.float32) / full
 
 
 def _after_warmup(

@@ -21,6 +21,7 @@ from ling_trainer.head_loss import Params
 from ling_trainer.loss import Apply
 from ling_trainer.model import ling2
 from ling_trainer.optimizer import make_optimizer
+from ling_trainer.ramp_up import BatchSizes, constant_batch
 from ling_trainer.report import StepReport
 from ling_trainer.schema import ConfigError
 from ling_trainer.step import TrainState, init_state, train_step
@@ -51,7 +52,7 @@ class Program:
       mesh: over all devices of all processes.
       tx: the optimizer.
       abstract_state: shapes, types and shardings of the state.
-      global_batch_size: rows of a step.
+      global_batch_size: rows of a step; while the batch size ramps up, of the steps after.
     """
 
     config: RunConfig
@@ -61,9 +62,10 @@ class Program:
     global_batch_size: int
 
     @property
-    def batch_shape(self) -> tuple[int, int]:
-        """Rows and tokens of a step's batch."""
-        return self.global_batch_size, self.config.data.max_target_length
+    def batch_sizes(self) -> BatchSizes:
+        """Samples and micro-batches of each step."""
+        k = self.config.gradient_accumulation_steps
+        return self.config.ramp_up or constant_batch(self.global_batch_size, num_microbatches=k)
 
     def initial_state(self) -> TrainState:
         """Make the state before the first step, each shard on its own device."""
@@ -80,22 +82,27 @@ class Program:
         init = functools.partial(init_state, tx=self.tx)
         return jax.jit(init, out_shardings=shardings, donate_argnums=(0, 1))(params, router_bias)
 
-    def local_rows(self) -> list[int]:
-        """List the rows of the global batch that this process's devices hold, in order."""
+    def local_rows(self, batch_size: int | None = None) -> list[int]:
+        """List the rows of a global batch that this process's devices hold, in order.
+
+        Args:
+          batch_size: its rows; None is the full batch.
+        """
+        shape = self._batch_shape(batch_size)
         placement = sharding.batch_sharding(self.mesh)
-        indices = placement.addressable_devices_indices_map(self.batch_shape).values()
-        rows = {row for index in indices if index for row in range(self.batch_shape[0])[index[0]]}
+        indices = placement.addressable_devices_indices_map(shape).values()
+        rows = {row for index in indices if index for row in range(shape[0])[index[0]]}
         return sorted(rows)
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> Batch:
         """Put this process's rows on its devices, as its part of the global batch.
 
         Args:
-          arrays: the fields of Batch, each [len(local_rows()), S].
+          arrays: the fields of Batch, each [len(local_rows(B)), S] for a batch of B rows.
         """
         placement = sharding.batch_sharding(self.mesh)
         return Batch(**{
-            name: jax.make_array_from_process_local_data(placement, rows, self.batch_shape)
+            name: jax.make_array_from_process_local_data(placement, rows)
             for name, rows in arrays.items()
         })  # fmt: skip
 
@@ -105,11 +112,15 @@ class Program:
         local = np.full(len(jax.local_devices()), stop, np.int32)
         return jax.make_array_from_process_local_data(placement, local, (self.mesh.size,))
 
-    def compile(self, *, with_poison: bool) -> CompiledStep:
+    def compile(self, *, with_poison: bool, batch_size: int | None = None) -> CompiledStep:
         """Compile the step: (state, batch, flag[, poison]) -> StepResult. The state is donated.
 
         The flag rides in the step's own program, so agreeing on when to stop costs no message of
         its own.
+
+        Args:
+          with_poison: whether the program takes a poison.
+          batch_size: rows of the step's batch; None is the full batch.
         """
         replicated = sharding.replicated(self.mesh)
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
@@ -118,7 +129,7 @@ class Program:
             out_shardings=(state_shardings, replicated, replicated),
             donate_argnums=0,
         )
-        arguments: list[Any] = [self.abstract_state, self._abstract_batch()]
+        arguments: list[Any] = [self.abstract_state, self._abstract_batch(batch_size)]
         arguments.append(self._abstract_flag())
         if with_poison:
             arguments.append(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated))
@@ -148,10 +159,13 @@ class Program:
             (self.mesh.size,), jnp.int32, sharding=_over_all_devices(self.mesh)
         )
 
-    def _abstract_batch(self) -> Batch:
-        placement = sharding.batch_sharding(self.mesh)
-        ints = jax.ShapeDtypeStruct(self.batch_shape, jnp.int32, sharding=placement)
-        mask = jax.ShapeDtypeStruct(self.batch_shape, jnp.bool_, sharding=placement)
+    def _batch_shape(self, batch_size: int | None) -> tuple[int, int]:
+        return batch_size or self.global_batch_size, self.config.data.max_target_length
+
+    def _abstract_batch(self, batch_size: int | None = None) -> Batch:
+        placement, shape = sharding.batch_sharding(self.mesh), self._batch_shape(batch_size)
+        ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement)
+        mask = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=placement)
         fields: dict[str, Any] = dict.fromkeys(
             ("inputs", "targets", "positions", "segment_ids"), ints
         )
@@ -170,20 +184,41 @@ def build_program(config: RunConfig) -> Program:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     rows = rows_per_step(config, len(devices))
-    placement = sharding.batch_sharding(mesh)
-    shape = (rows, config.data.max_target_length)
-    try:
-        placement.shard_shape(shape)
-    except ValueError as error:
-        raise ConfigError(
-            f"data.global_batch_size={rows} does not divide over the mesh {dict(mesh.shape)}; "
-            "choose a multiple of the data, fsdp and expert axes together"
-        ) from error
+    check_rows(config, rows, mesh)
     tx = make_optimizer(config.optimizer)
-    abstract = _with_shardings(jax.eval_shape(lambda: _initial_state(config, tx)), mesh)
+    abstract = _with_shardings(
+        jax.eval_shape(lambda: _initial_state(config, tx)),
+        mesh,
+        offload=config.optimizer.optimizer_memory_host_offload,
+    )
     return Program(
         config=config, mesh=mesh, tx=tx, abstract_state=abstract, global_batch_size=rows
     )
+
+
+def check_rows(config: RunConfig, global_batch_size: int, mesh: Mesh) -> None:
+    """Check that the rows of every step divide over the mesh.
+
+    Raises:
+      ConfigError: they do not.
+    """
+    placement = sharding.batch_sharding(mesh)
+    stages = config.ramp_up.stages if config.ramp_up else ()
+    sizes = {
+        f"data.global_batch_size={global_batch_size}": global_batch_size,
+        **{
+            f"a batch of {s.batch_size} on the way of data.rampup_batch_size": s.batch_size
+            for s in stages[:-1]
+        },
+    }
+    for name, rows in sizes.items():
+        try:
+            placement.shard_shape((rows, config.data.max_target_length))
+        except ValueError as error:
+            raise ConfigError(
+                f"{name} does not divide over the mesh {dict(mesh.shape)}; "
+                "choose a multiple of the data, fsdp and expert axes together"
+            ) from error
 
 
 def rows_per_step(config: RunConfig, num_devices: int) -> int:

@@ -22,7 +22,7 @@ from ling_trainer.head_loss import Logits, Params
 from ling_trainer.loss import Apply, LossTerms, microbatch_loss
 from ling_trainer.optimizer import clip_factor, global_norm, router_bias_update
 from ling_trainer.report import StepReport, count_zeros, num_elements
-from ling_trainer.schedule import learning_rate
+from ling_trainer.schedule import full_batches, learning_rate
 from ling_trainer.token_weights import aux_shares, token_weights
 
 
@@ -110,7 +110,7 @@ def loss_and_gradients(
 
     Args: see `train_step`.
     """
-    num_microbatches, loss = config.gradient_accumulation_steps, config.loss
+    num_microbatches, loss = config.num_microbatches_of(batch.loss_mask.shape[0]), config.loss
     micro = split_microbatches(batch, num_microbatches=num_microbatches)
     # MaxText's tunix accumulation averages each micro-batch, like Megatron without the flag.
     per_token = loss.calculate_per_token_loss and not loss.use_tunix_gradient_accumulation
@@ -157,7 +157,7 @@ def apply_gradients(
     loss = lm_loss + z_loss + terms.moe_lb_loss + terms.moe_z_loss + terms.mtp_loss
     if terms.indexer_loss is not None:
         loss += terms.indexer_loss
-    raw_norm, rate = global_norm(grads), learning_rate(optim, state.step)
+    raw_norm, rate = global_norm(grads), _learning_rate(config, state.step)
     factor = clip_factor(raw_norm, threshold=optim.gradient_clipping_threshold)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(raw_norm)
     new_state = _updated(state, terms, grads, factor=factor, rate=rate, tx=tx, config=config)
@@ -211,6 +211,14 @@ def _reported_lm(
     terms: LossTerms, total_weights: Int[Array, ""], config: RunConfig
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Return lm_loss and z_loss by the loss mode, and lm_loss averaged over all tokens."""
+def _learning_rate(config: RunConfig, step: Int[Array, ""]) -> Float[Array, ""]:
+    """Return the rate of a step; Megatron's schedules count samples, in full batches here."""
+    if not (sizes := config.ramp_up):
+        return learning_rate(config.optimizer, step)
+    whole, fraction = full_batches(sizes, step)
+    return learning_rate(config.optimizer, whole, fraction=fraction)
+
+
     tokens = jnp.maximum(total_weights, 1).astype(jnp.float32)
     token_avg = terms.xent_sum / tokens
     if config.loss.use_tunix_gradient_accumulation:

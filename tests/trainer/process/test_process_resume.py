@@ -1,6 +1,7 @@
 """Stopping and going on changes nothing: not a bit of the state, not a token of the data."""
 
 import json
+import re
 import signal
 from typing import Any
 
@@ -125,3 +126,29 @@ def test_a_finished_run_that_is_started_again_exits_0_without_compiling(
     assert again.message()["step"] == str(many_steps)
     assert "restored" not in again.output()
     assert (first.run_directory / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_batch_size_that_ramps_up_goes_on_at_the_step_where_it_was_stopped(launch, read_back):
+    ramp = {
+        "global_batch_size": 4, "gradient_accumulation_steps": 2, "steps": 6,
+        "rampup_batch_size": [2, 2, 8], "warmup_steps": 4, "checkpoint_period": 1,
+    }  # fmt: skip
+    sizes = [2, 2, 2, 2, 4, 4]
+    whole = launch("whole", ramp)
+    assert whole.wait() == [0], whole.output()
+    killed = {"fault.enabled": True, "fault_kind": "sigkill", "fault_step": 4}
+    first = launch("killed", ramp | killed)
+    assert first.wait() == [137], first.output()
+    second = launch("killed", ramp)
+    assert second.wait() == [0], second.output()
+    assert re.search(r"restored the checkpoint of step [23]\n", second.output())
+    assert_same(read_back, second, whole, 6)
+    for run in (whole, second):
+        assert re.findall(r"global_batch_size=(\d+) after (\d+)", run.output()) == [("4", "2")]
+
+    journal = read_back.journal(whole.run_directory)
+    tokens = [line["perf/tokens_per_second"] * line["perf/step_time_seconds"] for line in journal]
+    assert tokens == pytest.approx([32 * size for size in sizes])
+    # Megatron's schedule counts samples: 4 steps of warm-up are 16 of them.
+    rates = [line["learning/learning_rate"] for line in journal]
+    assert rates == pytest.approx([3e-3 * sum(sizes[:step]) / 16 for step in range(6)], rel=1e-6)

@@ -4,7 +4,7 @@ The order is a closed form of the step number: nothing else needs to be saved to
 number of processes reads the same global batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -17,6 +17,7 @@ from absl import flags
 from ling_trainer.data.packing import PackedBatch, pack_samples, padding_row
 from ling_trainer.data.source import Samples
 from ling_trainer.data_config import DataConfig
+from ling_trainer.ramp_up import BatchSizes
 
 
 def process_rows(*, global_batch_size: int, process_index: int, process_count: int) -> range:
@@ -35,7 +36,12 @@ def process_rows(*, global_batch_size: int, process_index: int, process_count: i
 
 
 def sample_numbers(
-    step: int, rows: Sequence[int], *, global_batch_size: int, num_microbatches: int
+    step: int,
+    rows: Sequence[int],
+    *,
+    global_batch_size: int,
+    num_microbatches: int,
+    first_sample: int = 0,
 ) -> npt.NDArray[np.int64]:
     """Find the samples of one step's rows.
 
@@ -49,6 +55,7 @@ def sample_numbers(
       rows: rows of the global batch.
       global_batch_size: B.
       num_microbatches: K, a divisor of B.
+      first_sample: added; where batches of another size came before, t counts from there.
 
     Returns:
       int64 [len(rows)].
@@ -57,7 +64,8 @@ def sample_numbers(
     """
     row = np.asarray(rows, np.int64)
     place, microbatch = np.divmod(row, num_microbatches)
-    return step * global_batch_size + microbatch * (global_batch_size // num_microbatches) + place
+    first = first_sample + step * global_batch_size
+    return first + microbatch * (global_batch_size // num_microbatches) + place
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class _RowReader:
     global_batch_size: int
     num_microbatches: int
     num_samples: int | None
+    first_sample: int
 
     def __call__(self, number: int) -> PackedBatch:
         """Read row `number % len(rows)` of step `number // len(rows)`: a batch of one row."""
@@ -79,6 +88,7 @@ class _RowReader:
             self.rows[place : place + 1],
             global_batch_size=self.global_batch_size,
             num_microbatches=self.num_microbatches,
+            first_sample=self.first_sample,
         )
         if self.num_samples is not None and sample[0] >= self.num_samples:
             return padding_row(self.data.max_target_length)
@@ -87,6 +97,41 @@ class _RowReader:
 
 def _join(rows: Sequence[PackedBatch]) -> PackedBatch:
     return PackedBatch(*(np.concatenate(field) for field in zip(*rows, strict=True)))
+
+
+def read_batches(
+    source: Samples,
+    data: DataConfig,
+    *,
+    sizes: BatchSizes,
+    rows_of: Callable[[int], Sequence[int]],
+    start_step: int,
+    num_steps: int,
+) -> Generator[PackedBatch]:
+    """Iterate over the batches of a run, with a Loader for each of its batch sizes.
+
+    Close it, or it goes on reading ahead.
+
+    Args:
+      source: samples by number.
+      data: see Loader.
+      sizes: samples and micro-batches of each step.
+      rows_of: this process's rows of a global batch of so many.
+      start_step: first step, 0 or the step a checkpoint resumes at.
+      num_steps: steps of the whole run.
+    """
+    for stage, first, end in sizes.spans(start_step, num_steps):
+        with Loader(
+            source,
+            data,
+            rows=rows_of(stage.batch_size),
+            global_batch_size=stage.batch_size,
+            num_microbatches=stage.num_microbatches,
+            start_step=first - stage.first_step,
+            num_steps=end - stage.first_step,
+            first_sample=stage.first_sample,
+        ) as loader:
+            yield from loader
 
 
 class Loader:
@@ -109,6 +154,7 @@ class Loader:
         start_step: int,
         num_steps: int,
         num_samples: int | None = None,
+        first_sample: int = 0,
     ) -> None:
         """Start reading.
 
@@ -122,9 +168,10 @@ class Loader:
           num_steps: steps of the whole run.
           num_samples: samples there are; rows past the last are padding. None: as many as the
             steps need.
+          first_sample: samples before step 0.
         """
         self._reader = _RowReader(
-            source, data, rows, global_batch_size, num_microbatches, num_samples
+            source, data, rows, global_batch_size, num_microbatches, num_samples, first_sample
         )
         self._end: BaseException | None = None
         ahead = data.prefetch * len(rows)

@@ -15,6 +15,7 @@ from ling_trainer.data.packing import pack_samples
 from ling_trainer.data.samples import Sample
 from ling_trainer.data.source import open_dataset
 from ling_trainer.data_config import DataConfig
+from ling_trainer.ramp_up import constant_batch
 from ling_trainer.schema import ConfigError
 
 FIELDS = {
@@ -49,7 +50,8 @@ def open_samples(config: RunConfig, *, num_samples: str | None, split_name: Spli
                 "how many samples the run reads depends on its devices (per_device_batch_size); "
                 "set data.global_batch_size, or say --num-samples"
             )
-        size = config.steps * data.global_batch_size
+        sizes = config.ramp_up or constant_batch(data.global_batch_size, num_microbatches=1)
+        size = sizes.samples_before(config.steps)
     elif num_samples.isdecimal() and int(num_samples) > 0:
         size = int(num_samples)
     elif num_samples != "epoch":
