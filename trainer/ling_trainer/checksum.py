@@ -39,6 +39,7 @@ def leaf_checksums(tree: Any, placement: Sharding | None = None) -> UInt32[Array
 
 
 def _checksum(x: Array) -> UInt32[Array, ""]:
+    x = jax.device_put(x, jax.memory.Space.Device)  # from where it may have been offloaded to
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)

@@ -33,7 +33,7 @@ class StepReport:
     grad_norm: Float[Array, ""]
     param_norm: Float[Array, ""]
     learning_rate: Float[Array, ""]
-    zeros_by_row: Int[Array, " rows"]  # see count_zeros
+    zeros_by_row: Int[Array, " rows"] | None  # see count_zeros; None where they are not counted
     is_finite: Bool[Array, ""]  # loss and raw_grad_norm
     num_grad_elements: int = struct.field(pytree_node=False)  # over 2^31: no int32
     router_bias_mean: Float[Array, ""] | None  # of the biases of this step; None without a router
@@ -82,7 +82,7 @@ def to_log(report: StepReport) -> dict[str, float | int]:
     """Return the report under its log keys: those of health_metrics but perf/* and eval/*.
 
     What is None in the report (a router's statistics without a router, the indexer's loss where it
-    is not configured) has no key.
+    is not configured, zeros of the gradients where they are not counted) has no key.
 
     Args:
       report: on the host (jax.device_get). A value that is not finite stays so.
@@ -106,12 +106,21 @@ def to_log(report: StepReport) -> dict[str, float | int]:
         "learning/raw_grad_norm": raw_grad_norm,
         "learning/param_norm": float(report.param_norm),
         "learning/learning_rate": float(report.learning_rate),
-        "learning/num_zeros": sum(np.asarray(report.zeros_by_row).tolist()),
-        "learning/num_grad_elements": report.num_grad_elements,
         "learning/is_nan": int(math.isnan(lm_loss)),
         "learning/is_inf": int(math.isinf(lm_loss)),
         "learning/grad_is_nonfinite": int(not math.isfinite(raw_grad_norm)),
+        **_zeros(report),
         **_optional(report),
+    }
+
+
+def _zeros(report: StepReport) -> dict[str, int]:
+    """Return the zeros of the gradients and what they are of; a ratio needs both, or neither."""
+    if report.zeros_by_row is None:
+        return {}
+    return {
+        "learning/num_zeros": sum(np.asarray(report.zeros_by_row).tolist()),
+        "learning/num_grad_elements": report.num_grad_elements,
     }
 
 

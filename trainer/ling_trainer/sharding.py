@@ -104,6 +104,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(_ROWS))
 
 
+def on_hosts(shardings: Any) -> Any:
+    """Return the same shardings in pinned memory of the hosts that the devices belong to."""
+    return jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), shardings)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Return the sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())

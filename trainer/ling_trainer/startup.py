@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -278,12 +278,15 @@ def _apply(config: RunConfig) -> Apply:
     )
 
 
-def _with_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+def _with_shardings(state: TrainState, mesh: Mesh, *, offload: bool) -> TrainState:
     """Give every leaf its sharding; optimizer moments follow the parameter they belong to."""
+    places = sharding.param_shardings(state, mesh)
+    if offload:
+        places = replace(places, opt_state=sharding.on_hosts(places.opt_state))
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         state,
-        sharding.param_shardings(state, mesh),
+        places,
     )
 
 

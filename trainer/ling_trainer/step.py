@@ -153,6 +153,10 @@ def apply_gradients(
       total_weights: tokens with a loss.
     """
     optim = config.optimizer
+    offloaded = optim.optimizer_memory_host_offload
+    if offloaded:  # where it comes back to is told by the program's output shardings
+        opt_state = jax.device_put(state.opt_state, jax.memory.Space.Device)
+        state = replace(state, opt_state=opt_state)
     lm_loss, z_loss, token_avg = _reported_lm(terms, total_weights, config)
     loss = lm_loss + z_loss + terms.moe_lb_loss + terms.moe_z_loss + terms.mtp_loss
     if terms.indexer_loss is not None:
@@ -175,7 +179,7 @@ def apply_gradients(
         grad_norm=raw_norm * factor,
         param_norm=global_norm(new_state.params),
         learning_rate=rate,
-        zeros_by_row=count_zeros(grads),
+        zeros_by_row=None if offloaded else count_zeros(grads),
         is_finite=is_finite,
         num_grad_elements=num_elements(grads),
         router_bias_mean=_mean_of_routers(state.router_bias.mean(-1)),
@@ -207,10 +211,6 @@ def _updated(
     return replace(state, params=params, opt_state=opt_state, router_bias=router_bias)
 
 
-def _reported_lm(
-    terms: LossTerms, total_weights: Int[Array, ""], config: RunConfig
-) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """Return lm_loss and z_loss by the loss mode, and lm_loss averaged over all tokens."""
 def _learning_rate(config: RunConfig, step: Int[Array, ""]) -> Float[Array, ""]:
     """Return the rate of a step; Megatron's schedules count samples, in full batches here."""
     if not (sizes := config.ramp_up):
@@ -219,6 +219,10 @@ def _learning_rate(config: RunConfig, step: Int[Array, ""]) -> Float[Array, ""]:
     return learning_rate(config.optimizer, whole, fraction=fraction)
 
 
+def _reported_lm(
+    terms: LossTerms, total_weights: Int[Array, ""], config: RunConfig
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """Return lm_loss and z_loss by the loss mode, and lm_loss averaged over all tokens."""
     tokens = jnp.maximum(total_weights, 1).astype(jnp.float32)
     token_avg = terms.xent_sum / tokens
     if config.loss.use_tunix_gradient_accumulation:
