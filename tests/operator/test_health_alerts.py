@@ -15,7 +15,7 @@ from ling_operator.verdict import Heartbeat
 class Watched:
     """A run whose page is read every 10 s; one step takes 10 s."""
 
-    def __init__(self, scene: Any, **health: dict[str, Any]) -> None:
+    def __init__(self, scene: Any, **health: Any) -> None:
         self.scene = scene
         self.spec: dict[str, Any] = {"health": health}
         self.run: TrainingRun = scene.running(**self.spec)
@@ -97,6 +97,15 @@ def test_a_second_alert_is_told_even_hours_after_the_first_began(scene: Any) -> 
     assert run.condition("Healthy") == ("False", "LossSpike")
 
 
+def test_an_alert_that_takes_over_from_another_is_told_once(scene: Any) -> None:
+    run = Watched(scene)
+    run.steps(20, raw_grad_norm=1.0)
+    run.steps(3, lm_loss=8.0, raw_grad_norm=1.0)
+    run.steps(6, raw_grad_norm=100.0)
+    assert run.condition("Healthy") == ("False", "GradNormSpike")
+    assert (run.told("LossSpike"), run.told("GradNormSpike")) == (1, 1)
+
+
 def test_a_halt_for_a_spike_makes_the_next_attempt_restore_before_it(scene: Any) -> None:
     run = Watched(scene, lossSpike={"action": "Halt"})
     run.steps(20)
@@ -156,11 +165,13 @@ def test_a_stall_is_said_by_progressing_too_and_halts_only_if_asked_to(scene: An
 def test_a_host_that_is_behind_is_named_in_the_condition(scene: Any) -> None:
     run = Watched(scene)
     run.steps(30)
+    times = {"pod-0": 299, "pod-1": 20, "of-an-old-attempt": 1, "dead": 2}
     beats = tuple(
         Heartbeat(host=f"node-{i}", pod_uid=uid, read_time=scene.at(300), time=scene.at(t))
-        for i, (uid, t) in enumerate([("pod-0", 299), ("pod-1", 20), ("pod-of-old-attempt", 1)])
+        for i, (uid, t) in enumerate(times.items())
     )
-    run.see(301, heartbeats=beats)
+    dead = scene.pod(1, uid="dead", phase="Failed")
+    run.see(301, heartbeats=beats, pods=(*scene.pods(), dead))
     assert run.condition("Healthy") == ("False", "StragglerHost")
     (alert,) = run.status.health.alerts
     assert "node-1 is 279 s behind" in alert.message
@@ -187,6 +198,15 @@ def test_missing_metrics_do_what_their_rule_says(
     if phase == "Halted":
         assert run.status.halt is not None
         assert run.status.halt.restore_before_step is None
+
+
+def test_metrics_that_are_read_rarely_are_missed_after_three_intervals(scene: Any) -> None:
+    run = Watched(scene, scrapeIntervalSeconds=60)
+    run.steps(3)
+    run.see(30 + 180)
+    assert run.condition("MetricsAvailable") == ("True", "Scraped")
+    run.see(30 + 181)
+    assert run.condition("MetricsAvailable") == ("False", "MetricsMissing")
 
 
 def test_rules_without_their_series_are_named_where_metrics_are_said_to_be_read(
