@@ -7,6 +7,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -151,6 +152,22 @@ def test_golden_balance_scores_choice_and_losses(
     show_golden(
         f"moe_router.npz (aux_{name}, z)", cases="4/4 keys", worst=worst, tolerance=TOLERANCE
     )
+    assert worst <= TOLERANCE
+
+
+def test_golden_router_z_loss_is_of_the_raw_logits(
+    maxtext: SimpleNamespace, show_golden: Callable[..., None]
+) -> None:
+    small = config(num_experts=8, num_experts_per_tok=2, **NO_GROUPS)
+    logits, bias = jnp.asarray(maxtext.small["router_z/logits"]).reshape(10, 8), jnp.ones(8)
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def run(logits: Any) -> Any:
+        routing = route(logits, bias, config=small)
+        return router_stats(logits, routing, bias, tokens_of(2, 5), config=small).z[0]
+
+    worst = abs(float(run(logits)) / float(maxtext.small["router_z/raw_mean_lse_sq"]) - 1)
+    show_golden("maxtext/small.npz (router_z)", cases="1/1", worst=worst, tolerance=TOLERANCE)
     assert worst <= TOLERANCE
 
 
