@@ -302,6 +302,16 @@ def test_files_that_cannot_be_compared_are_named_and_end_with_2(compared, ours, 
     assert problem in message
 
 
+def test_the_log_interval_can_be_named_where_lines_were_left_out(compared):
+    ours = curve(range(1, 31))
+    kept = {n: ours[n] for n in (10, 20, 30)}
+    assert compared(our_lines(ours), megatron_log(kept))[0] == 1  # as if means over 10
+    code, found = compared(our_lines(ours), megatron_log(kept), "--log-interval", "1")
+    assert (code, found["notes"]) == (0, [])
+    code, message = compared(our_lines(ours), megatron_log(kept), "--log-interval", "0")
+    assert (code, "--log-interval 0 must be 1 or more" in message) == (2, True)
+
+
 def test_a_missing_file_is_named(capsys, tmp_path):
     (tmp_path / "ours.jsonl").write_text(our_lines(curve(range(1, 3))))
     assert main(["compare", str(tmp_path / "ours.jsonl"), str(tmp_path / "no.log")]) == 2

@@ -329,6 +329,7 @@ def test_files_that_cannot_be_used_are_named(
         (("--tokens", str(tmp_path / "no.npy")), 3, "no.npy cannot be read as .npy"),
         (("--tokens", str(tmp_path / "tokens.npz")), 3, "tokens.npz holds several arrays"),
         ((*tokens, "--out", str(tmp_path / "no" / "o")), 2, f"{tmp_path / 'no'} is not a folder"),
+        ((*tokens, "--out", str(tmp_path)), 2, f"{tmp_path} is a folder"),
         ((*tokens, "--step", "3"), 2, "--step 3 is of a run"),
         ((*tokens, "--checkpoint", str(tmp_path)), 4, "there is no checkpoint"),
     ):
@@ -377,6 +378,8 @@ def test_memory_is_the_machines_or_the_control_groups_whichever_is_less(
     assert forward_file.available_memory() == 2048 * 1024
     (tmp_path / "memory.max").write_text("1000\n")
     assert forward_file.available_memory() == 900
+    (tmp_path / "meminfo").unlink()
+    assert forward_file.available_memory() > 2**60
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ def _compare(options: argparse.Namespace) -> int:
     from ling_trainer.compare_view import plot, show
 
     try:
+        if options.log_interval is not None and options.log_interval < 1:
+            raise CompareError(f"--log-interval {options.log_interval} must be 1 or more")
         found = compare(
             read_journal(options.ours),
             parse_log(

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,10 @@ def check_memory(needed: int, available: int) -> None:
 
 def available_memory() -> int:
     """Return the bytes that a process can still take: the machine's, or its control group's."""
-    lines = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
+    except OSError:  # no Linux: nothing is known
+        return sys.maxsize
     available = int(lines["MemAvailable"].split()[0]) * 1024
     try:
         limit = int((_CGROUP / "memory.max").read_text())
@@ -139,6 +143,8 @@ def check_disk(out: Path, needed: int) -> None:
     """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: {out.parent} is not a folder; make it")
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file in it")
     free = shutil.disk_usage(out.parent).free
     if needed > free:
         raise ConfigError(
