@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 # Sixteen programs, each run three times: what LLVM gains is less than what it costs.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 MODULES = (
-    "accumulate", "auxiliaries", "batch", "head_loss", "loss", "model.moe", "model.mtp",
+    "accumulate", "auxiliaries", "batch", "eval_step", "head_loss", "loss", "model.mtp",
     "model.outputs", "model.router", "optimizer", "report", "schedule", "step", "token_weights",
 )  # fmt: skip
 

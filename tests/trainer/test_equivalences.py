@@ -156,7 +156,14 @@ def test_the_order_of_rows_and_what_padding_holds_change_nothing(
 def test_rows_of_padding_change_nothing(step: Any) -> None:
     numbers = np.random.default_rng(5)
     rows = [
-        [Document(*numbers.integers(0, 64, (2, n)), numbers.random(n) < 0.5) for n in lengths]
+        [
+            Document(
+                tokens=numbers.integers(0, 64, n),
+                targets=numbers.integers(0, 64, n),
+                mask=numbers.random(n) < 0.5,
+            )
+            for n in lengths
+        ]
         for lengths in ((9, 15), (20,))
     ]
     assert_equal(step(lay_out([*rows, [], []])), step(lay_out(rows)))

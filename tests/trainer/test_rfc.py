@@ -3,7 +3,8 @@
 Where it cannot, the right claim stands in its place: docs/adr/0009-the-rfcs-tests.md. Token counts
 of the four micro-batches are 50, 20, 35 and 15; auxiliary coefficients are large, so that a wrong
 share is a wrong gradient. Of the toy's parameters W gets its gradient from the language model
-alone, R from the router, M1 and M2 from multi-token prediction. Number 8 is in test_evaluate.py.
+alone, R from the router, M1 and M2 from multi-token prediction. Number 8 on several devices is in
+test_evaluate.py.
 
 `found` comes from the package under test, what it is compared with always from the product.
 """
@@ -163,6 +164,25 @@ def test_rfc_7_with_one_micro_batch_the_modes_are_one_for_one_group_and_not_for_
               for rows in (np.arange(4), np.arange(4, 8))]  # fmt: skip
     assert abs(groups.lm - np.mean(halves)) < 1e-5
     assert abs(groups.lm - per_token[0].lm) > 1e-3
+
+
+def test_rfc_8_an_evaluation_does_not_see_rows_of_padding(
+    package: str, product: Any, toy: Any, step_config: Any, uneven: np.ndarray
+) -> None:
+    modules, model = product(package), toy.build(product("ling_trainer"))
+    segments = uneven.copy()
+    segments[4:] = 0
+
+    def evaluate(rows: slice) -> dict[str, float]:
+        sums = modules.eval_step.eval_step(
+            toy.params, toy.bias, toy.batch(product("ling_trainer"), segments, rows),
+            config=step_config(), **model,
+        )  # fmt: skip
+        return modules.eval_step.eval_log([jax.device_get(sums)], mtp_per_layer_loss_norm=True)
+
+    padded, alone = evaluate(slice(None)), evaluate(slice(4))
+    assert padded == pytest.approx(alone, rel=1e-6)
+    assert padded["eval/total_weights"] == (segments != 0).sum()
 
 
 def test_rfc_9_the_launch_script_is_valid_bash_and_starts_the_trainer(repository: Path) -> None:

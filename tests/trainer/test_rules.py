@@ -270,3 +270,15 @@ def test_depths_are_averaged_each_by_its_own_tokens_or_pooled(package: str, prod
     assert raw(per_layer=True) == pytest.approx(each, rel=1e-5)
     assert raw(per_layer=False) == pytest.approx(np.mean(one + two), rel=1e-5)
     assert abs(each - np.mean(one + two)) > 1e-3
+
+
+def test_an_evaluation_is_sum_over_sum(package: str, product: Any) -> None:
+    modules = product(package)
+    nothing = np.zeros((1, 1, 0))
+    batches = [
+        modules.eval_step.EvalSums(np.array([[xent]]), np.array([[count]]), nothing, nothing)
+        for xent, count in ((100.0, 50), (80.0, 20))
+    ]
+    log = modules.eval_step.eval_log(batches, mtp_per_layer_loss_norm=False)
+    assert log["eval/lm_loss"] == pytest.approx(180 / 70)
+    assert log["eval/total_weights"] == 70

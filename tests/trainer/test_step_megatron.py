@@ -116,7 +116,10 @@ def test_golden_megatron_reports_sums_and_tokens_of_each_micro_batch_of_each_ran
                 logits=lambda p, h, depth: h @ p, num_vocab_tiling=1,
             )  # fmt: skip
             total, count = float(loss.xent.sum()), float((mask > 0).sum())
-            want = {"pertoken": (total, count), "permicro": (total, count)}
+            want: dict[str, tuple[float, ...]] = {
+                "pertoken": (total, count),
+                "permicro": (total, count),
+            }
             want["legacy2tuple"] = (total / max(count, 1),)
             for mode, values in want.items():
                 report = golden[f"dp{ranks}_{mode}_per_micro_report_rank{rank}"][micro]
