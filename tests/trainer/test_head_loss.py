@@ -1,6 +1,6 @@
 """Loss of an output head: goldens, and chunks of tokens against all tokens at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprs import carries, equations
 from ling_trainer.head_loss import head_loss
 
 MEGATRON = np.load(
@@ -119,23 +120,6 @@ def test_a_target_outside_the_vocabulary_is_nan_in_chunks_too(
     _, loss = objective(case.params, case.hidden, other, chunks=4, z=0.0)
     assert np.isnan(loss.objective)
     assert np.argwhere(np.isnan(loss.xent)).tolist() == [[row, column]]
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those inside loops and calls too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
-def carries(equation: Any) -> list[Any]:
-    """What a loop carries: its other outputs are stacked, with one dimension more."""
-    if equation.primitive.name != "scan":
-        return []
-    outs = zip(equation.outvars, equation.params["jaxpr"].outvars, strict=True)
-    return [out.aval for out, inner in outs if out.aval.shape == inner.aval.shape]
 
 
 def vocabulary_products(jaxpr: Any) -> int:

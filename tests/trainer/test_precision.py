@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxprs import carries, equations
 from ling_trainer import convert
 from ling_trainer.batch import Batch
 from ling_trainer.config import RunConfig
@@ -181,23 +182,6 @@ def test_bfloat16_error_of_each_block_grows_no_faster_than_its_roundings(
 def _kind(config: ModelConfig, layer: int) -> str:
     attention = "MLA" if config.is_mla(layer) else "lightning"
     return f"{layer}: {attention}, {'MoE' if config.is_moe(layer) else 'dense'}"
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those inside loops and calls too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
-def carries(equation: Any) -> list[Any]:
-    """What a loop carries: its other outputs are stacked, with one dimension more."""
-    if equation.primitive.name != "scan":
-        return []
-    outs = zip(equation.outvars, equation.params["jaxpr"].outvars, strict=True)
-    return [out.aval for out, inner in outs if out.aval.shape == inner.aval.shape]
 
 
 @pytest.fixture(scope="module", params=[8, 40], ids=["dense experts", "sorted experts"])
