@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lingcluster import container, operator_process, sample_runs
+from lingcluster import container, kueue_controller, operator_process, sample_runs
 from lingcluster.audit import AuditLog
 from lingcluster.build import Builder, Programs, ProgramsUnavailableError
 from lingcluster.client import Manifest, wait_for
@@ -158,6 +158,12 @@ def control_plane(
         yield plane
     finally:
         plane.stop()
+
+
+@pytest.fixture(scope="session")
+def kueue(control_plane: ControlPlane) -> None:
+    """Kueue, from the first test that needs it to the end of the session."""
+    kueue_controller.start(control_plane)
 
 
 @pytest.fixture(scope="session")

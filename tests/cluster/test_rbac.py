@@ -12,6 +12,7 @@ from lingcluster import operator_process
 from lingcluster.audit import AuditLog, AuditRecord
 from lingcluster.client import ApiError, KubeClient, Manifest, load_manifests, wait_for
 from lingcluster.control_plane import ControlPlane
+from lingcluster.kueue_controller import make_queue
 from lingcluster.operator_process import StartOperator
 from lingcluster.training_runs import TrainingRuns
 
@@ -43,7 +44,8 @@ def right_of(record: AuditRecord) -> Right:
     return record.group, record.resource, record.verb
 
 
-def test_a_run_with_a_pause_and_a_second_attempt_uses_every_right_and_is_refused_nothing(
+@pytest.mark.usefixtures("kueue")
+def test_runs_with_a_pause_a_second_attempt_and_a_queue_use_every_right_and_are_refused_nothing(
     runs: TrainingRuns,
     start_operator: StartOperator,
     scripted_run: Callable[..., Manifest],
@@ -51,6 +53,12 @@ def test_a_run_with_a_pause_and_a_second_attempt_uses_every_right_and_is_refused
     role: Manifest,
 ) -> None:
     start_operator()
+    make_queue(runs.client, runs.namespace, "team", pods=2)
+    runs.apply(scripted_run("queued", queue="team"))
+    runs.wait_phase("queued", "Running")
+    runs.edit("queued", suspend=True)
+    runs.wait_phase("queued", "Suspended")
+    runs.delete("queued")
     runs.apply(scripted_run("good", steps=60))
     runs.wait_phase("good", "Running")
     runs.edit("good", suspend=True)

@@ -98,7 +98,18 @@ JOBSET = Module(
         )
     },
 )
-MODULES = (ETCD, KUBERNETES, JOBSET)
+KUEUE = Module(
+    "kueue",
+    {"kueue": "sigs.k8s.io/kueue/cmd/kueue"},
+    assets={
+        "sigs.k8s.io/kueue": (
+            "config/components/crd/bases",
+            "config/components/rbac/role.yaml",
+            "config/components/webhook/manifests.yaml",
+        )
+    },
+)
+MODULES = (ETCD, KUBERNETES, JOBSET, KUEUE)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from lingcluster import jobset_controller
+from lingcluster import jobset_controller, kueue_controller
 from lingcluster.audit import POLICY, AuditLog
 from lingcluster.build import Programs
 from lingcluster.certificates import CertificateAuthority, service_account_key
@@ -30,7 +30,7 @@ from lingcluster.client import (
     wait_for,
 )
 from lingcluster.loopback import LoopbackBlock
-from lingcluster.processes import Process, Session
+from lingcluster.processes import Process, Session, answers
 
 _START_TIMEOUT = 60.0
 # User name -> group. The components have the identities, and so the rights, of a real cluster.
@@ -40,6 +40,7 @@ _USERS = {
     "system:kube-controller-manager": "",
     "system:kube-scheduler": "",
     jobset_controller.USER: "",
+    kueue_controller.USER: "",
 }
 # Without nodelifecycle, whose leases the process kubelet does not renew; without endpointslice,
 # which refuses loopback pod addresses and retries for ever.
@@ -79,7 +80,8 @@ class ControlPlane:
         self.directory = directory
         self.session = session
         self.address = block.control_plane
-        names = ("etcd", "etcd-peer", "apiserver", "kcm", "scheduler", "webhook", "probe")
+        names = ("etcd", "etcd-peer", "apiserver", "kcm", "scheduler", "webhook", "probe",
+                 "kueue-webhook", "kueue-probe")  # fmt: skip
         self.ports = dict(zip(names, block.free_ports(len(names)), strict=True))
         self.server = f"https://{self.address}:{self.ports['apiserver']}"
         self.authority = CertificateAuthority(directory)
@@ -145,10 +147,19 @@ class ControlPlane:
         for path in (*jobset_controller.crd_files(self.programs), *crds):
             for crd in load_manifests(path):
                 self.install_crd(crd)
+        for crd in kueue_controller.crds(
+            self.programs, url=self.kueue_url, authority=self.authority.certificate
+        ):
+            self.install_crd(crd)
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             starts = (self._start_controller_manager, self._start_scheduler, self._start_jobset)
             for done in [pool.submit(start) for start in starts]:
                 done.result()
+
+    @property
+    def kueue_url(self) -> str:
+        """Where the API server finds Kueue's webhooks."""
+        return f"https://{self.address}:{self.ports['kueue-webhook']}"
 
     def stop(self) -> None:
         """Kill everything, the API server's clients first; no state is worth an orderly end."""
@@ -171,7 +182,8 @@ class ControlPlane:
         # Established comes first; until the storage is ready the answer is 404 or 429.
         wait_for(f"{collection} to be served", lambda: self.client.get(collection))
 
-    def _run(self, name: str, *arguments: str) -> Process:
+    def run(self, name: str, *arguments: str) -> Process:
+        """Start a program that ends with the control plane."""
         process = Process(
             name,
             [self.programs[name], *arguments],
@@ -185,7 +197,7 @@ class ControlPlane:
     def _start_etcd(self) -> None:
         client = f"http://{self.address}:{self.ports['etcd']}"
         peer = f"http://{self.address}:{self.ports['etcd-peer']}"
-        etcd = self._run(
+        etcd = self.run(
             "etcd",
             f"--data-dir={self.directory / 'etcd'}",
             f"--listen-client-urls={client}",
@@ -196,7 +208,7 @@ class ControlPlane:
             "--unsafe-no-fsync",
             "--log-level=warn",
         )
-        etcd.wait_ready(lambda: _answers(f"{client}/health"), timeout=_START_TIMEOUT)
+        etcd.wait_ready(lambda: answers(f"{client}/health"), timeout=_START_TIMEOUT)
 
     def _start_api_server(self) -> None:
         tokens = self.directory / "tokens.csv"
@@ -210,7 +222,7 @@ class ControlPlane:
         policy.write_text(json.dumps(POLICY))
         signing_key = service_account_key(self.directory / "service-account.key")
         authority = str(self.authority.certificate)
-        server = self._run(
+        server = self.run(
             "kube-apiserver",
             f"--etcd-servers=http://{self.address}:{self.ports['etcd']}",
             f"--bind-address={self.address}",
@@ -257,7 +269,7 @@ class ControlPlane:
         kubeconfig = self.identity(f"system:{name}").write_kubeconfig(
             self.directory / f"{name}.kubeconfig"
         )
-        process = self._run(
+        process = self.run(
             name,
             f"--kubeconfig={kubeconfig}",
             f"--authentication-kubeconfig={kubeconfig}",
@@ -284,9 +296,9 @@ class ControlPlane:
         jobset_controller.write_config(
             config, address=self.address, webhook_port=webhook, probe_port=probe, tls=self.serving
         )
-        process = self._run("jobset", f"--config={config}", f"--kubeconfig={kubeconfig}")
+        process = self.run("jobset", f"--config={config}", f"--kubeconfig={kubeconfig}")
         process.wait_ready(
-            lambda: _answers(f"http://{self.address}:{probe}/readyz"), timeout=_START_TIMEOUT
+            lambda: answers(f"http://{self.address}:{probe}/readyz"), timeout=_START_TIMEOUT
         )
         jobset_controller.register_webhooks(
             self.programs,
@@ -301,8 +313,3 @@ class ControlPlane:
         request = urllib.request.Request(server + path, headers=headers)
         with urllib.request.urlopen(request, context=context, timeout=2) as answer:
             return answer.read() == b"ok"
-
-
-def _answers(url: str) -> bool:
-    with urllib.request.urlopen(url, timeout=2) as answer:
-        return answer.status == 200

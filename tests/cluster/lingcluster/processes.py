@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -161,3 +162,9 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         return self._process.wait(timeout=30)
+
+
+def answers(url: str) -> bool:
+    """Tell whether a GET is answered with 200."""
+    with urllib.request.urlopen(url, timeout=2) as answer:
+        return answer.status == 200

@@ -1,0 +1,171 @@
+"""Runs in a Kueue queue: admitted, halted so that it holds, paused, evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lingcluster.client import Manifest, find_condition, wait_for
+from lingcluster.control_plane import ControlPlane
+from lingcluster.kueue_controller import QUEUES, make_queue
+from lingcluster.operator_process import StartOperator
+from lingcluster.training_runs import TrainingRuns
+
+pytestmark = pytest.mark.usefixtures("kueue")
+
+QUEUE = "team-queue"
+RUNS_AT_ONCE = 1
+PROCESSES = 2
+
+
+@pytest.fixture
+def queue(control_plane: ControlPlane, namespace: str) -> str:
+    """A queue with room for one run of two processes."""
+    make_queue(control_plane.client, namespace, QUEUE, pods=RUNS_AT_ONCE * PROCESSES)
+    return QUEUE
+
+
+def workload_of(runs: TrainingRuns, name: str) -> Manifest:
+    """Return the Workload of a run's JobSet."""
+    uid = runs.jobset(name)["metadata"]["uid"]
+    (workload,) = [
+        each
+        for each in runs.client.items(f"{QUEUES}/namespaces/{runs.namespace}/workloads")
+        if uid in {owner["uid"] for owner in each["metadata"].get("ownerReferences", [])}
+    ]
+    return workload
+
+
+def admission(run: Manifest) -> tuple[str, str]:
+    condition = find_condition(run, "Admitted") or {}
+    return condition.get("status", ""), condition.get("reason", "")
+
+
+def why(run: Manifest) -> str:
+    return (find_condition(run, "Admitted") or {}).get("message", "")
+
+
+def test_a_halted_run_frees_its_quota_and_stays_halted_while_the_next_one_runs(
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    scripted_run: Callable[..., Manifest],
+    queue: str,
+) -> None:
+    start_operator()
+    first = scripted_run("first", queue=queue, env={"NAN_STEP": "100"})
+    first["spec"]["health"]["trainerStops"] = False
+    runs.apply(first)
+    runs.wait_phase("first", "Running")
+    runs.apply(scripted_run("second", queue=queue))
+    runs.wait_condition("second", "Admitted", "False", "WaitingForQuota")
+    runs.wait(
+        "second",
+        "Kueue's own words",
+        lambda run: (
+            "insufficient unused quota" in (find_condition(run, "Admitted") or {})["message"]
+        ),
+    )
+    assert runs.status("second")["phase"] == "Queued"
+    assert runs.live_pods("second") == []
+
+    halted = runs.wait_phase("first", "Halted")
+    assert halted["status"]["halt"]["reason"] == "NonFiniteLoss"
+    runs.wait_phase("second", "Running")
+    runs.wait_no_live_pod("first")
+    assert workload_of(runs, "first")["spec"]["active"] is False
+    assert admission(runs.get("first")) == ("False", "Deactivated")
+    assert runs.jobset("first")["spec"]["suspend"] is True
+    assert runs.status("first")["phase"] == "Halted"
+    reasons = {event["reason"] for event in runs.events("first")}
+    assert "NonFiniteLoss" in reasons
+    assert "HaltOverridden" not in reasons
+
+
+def test_a_halt_that_is_undone_in_the_queue_is_done_again_and_said(
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    scripted_run: Callable[..., Manifest],
+    queue: str,
+) -> None:
+    start_operator()
+    run = scripted_run("undone", queue=queue, env={"NAN_STEP": "100"})
+    run["spec"]["health"]["trainerStops"] = False
+    runs.apply(run)
+    runs.wait_phase("undone", "Halted")
+    runs.wait_no_live_pod("undone")
+    workload = workload_of(runs, "undone")["metadata"]["name"]
+    path = f"{QUEUES}/namespaces/{runs.namespace}/workloads/{workload}"
+    runs.client.patch(path, {"spec": {"active": True}})
+    wait_for(
+        "the event HaltOverridden",
+        lambda: [e for e in runs.events("undone") if e["reason"] == "HaltOverridden"],
+    )
+    wait_for(
+        "the Workload to be deactivated again",
+        lambda: not runs.client.get(path)["spec"]["active"],
+    )
+    runs.wait_no_live_pod("undone")
+    assert runs.status("undone")["phase"] == "Halted"
+
+
+def test_a_pause_gives_the_quota_back_and_a_resume_waits_for_it_without_spending_a_restart(
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    scripted_run: Callable[..., Manifest],
+    queue: str,
+) -> None:
+    start_operator()
+    runs.apply(scripted_run("paused", queue=queue, restarts=0))
+    runs.wait_phase("paused", "Running")
+    runs.edit("paused", suspend=True)
+    runs.wait_condition("paused", "Suspended", "True", "SuspendRequested")
+    runs.apply(scripted_run("guest", queue=queue, steps=200))
+    runs.wait_phase("guest", "Running")
+    runs.edit("paused", suspend=False)
+    runs.wait_condition("paused", "Admitted", "False", "WaitingForQuota")
+    assert runs.status("paused")["phase"] == "Queued"
+    runs.wait_phase("guest", "Complete")
+    resumed = runs.wait_phase("paused", "Running")
+    assert resumed["status"]["restarts"] == 0
+    assert resumed["status"]["attempt"] == 1
+
+
+def test_an_evicted_run_goes_on_when_its_quota_is_back_and_no_restart_is_counted(
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    scripted_run: Callable[..., Manifest],
+    control_plane: ControlPlane,
+    queue: str,
+) -> None:
+    start_operator()
+    runs.apply(scripted_run("evicted", queue=queue, restarts=0))
+    runs.wait_phase("evicted", "Running")
+    cluster_queue = f"{QUEUES}/clusterqueues/{runs.namespace}-{queue}"
+    control_plane.client.patch(cluster_queue, {"spec": {"stopPolicy": "HoldAndDrain"}})
+    runs.wait_condition("evicted", "Admitted", "False", "Evicted")
+    runs.wait_phase("evicted", "Queued")
+    runs.wait_no_live_pod("evicted")
+    control_plane.client.patch(cluster_queue, {"spec": {"stopPolicy": "None"}})
+    run = runs.wait_phase("evicted", "Running")
+    assert run["status"]["restarts"] == 0
+    assert admission(run) == ("True", "Admitted")
+
+
+def test_a_run_that_is_deleted_while_it_waits_leaves_nothing_in_the_queue(
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    scripted_run: Callable[..., Manifest],
+    queue: str,
+) -> None:
+    start_operator()
+    runs.apply(scripted_run("running", queue=queue))
+    runs.wait_phase("running", "Running")
+    runs.apply(scripted_run("waits", queue=queue))
+    runs.wait_condition("waits", "Admitted", "False", "WaitingForQuota")
+    runs.delete("waits")
+    workloads = f"{QUEUES}/namespaces/{runs.namespace}/workloads"
+    wait_for(
+        "the Workload of the deleted run to go",
+        lambda: len(runs.client.items(workloads)) == 1,
+    )

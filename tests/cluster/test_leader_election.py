@@ -1,0 +1,108 @@
+"""Two replicas of the operator: one acts; a dead, leaving or frozen leader is replaced."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lingcluster import operator_process
+from lingcluster.audit import AuditLog
+from lingcluster.client import KubeClient, Manifest, wait_for
+from lingcluster.control_plane import ControlPlane
+from lingcluster.operator_process import OperatorProcess, StartOperator
+from lingcluster.training_runs import TrainingRuns
+
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/ling-system/leases"
+ELECT = ("--leader-elect", "--leader-election-namespace=ling-system")
+LONGEST_FAILOVER = 15.0
+
+
+@pytest.fixture
+def leases(control_plane: ControlPlane, start_operator: StartOperator) -> Iterator[KubeClient]:
+    """The administrator's client; no Lease is there before, and none is left."""
+    del start_operator  # its manifests make the namespace
+    yield control_plane.client
+    control_plane.client.delete(f"{LEASES}/ling-operator")
+
+
+def holder(client: KubeClient) -> str:
+    lease = client.find(f"{LEASES}/ling-operator")
+    return "" if lease is None else lease["spec"].get("holderIdentity", "")
+
+
+def leads(operator: OperatorProcess) -> bool:
+    return "ling_operator_leading 1.0" in operator.metrics()
+
+
+def pair(start: StartOperator) -> tuple[OperatorProcess, OperatorProcess]:
+    """Start a leader and a standby."""
+    first = start(arguments=ELECT)
+    wait_for("the first to lead", lambda: leads(first))
+    second = start(arguments=ELECT)
+    assert not leads(second)
+    return first, second
+
+
+def test_a_killed_leader_is_replaced_in_time_and_the_halt_it_missed_is_made(
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    scripted_run: Callable[..., Manifest],
+    leases: KubeClient,
+) -> None:
+    first, second = pair(start_operator)
+    run = scripted_run("missed", env={"NAN_STEP": "200"})
+    run["spec"]["health"]["trainerStops"] = False
+    runs.apply(run)
+    runs.wait_phase("missed", "Running")
+    assert "ling_run_phase{" not in second.metrics(), "a standby tells nothing of runs"
+    before = holder(leases)
+    first.kill()
+    died = time.monotonic()
+    wait_for("the standby to lead", lambda: leads(second), timeout=2 * LONGEST_FAILOVER)
+    assert time.monotonic() - died < LONGEST_FAILOVER
+    assert holder(leases) != before
+    runs.wait_phase("missed", "Halted")
+
+
+def test_a_leader_that_is_told_to_stop_hands_over_at_once(
+    start_operator: StartOperator, leases: KubeClient
+) -> None:
+    first, second = pair(start_operator)
+    told = time.monotonic()
+    assert first.stop() == 0
+    wait_for("the standby to lead", lambda: leads(second))
+    assert time.monotonic() - told < LONGEST_FAILOVER / 2
+    assert holder(leases) != ""
+
+
+def test_a_frozen_leader_writes_nothing_when_it_thaws(
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    scripted_run: Callable[..., Manifest],
+    leases: KubeClient,
+    audit_log: AuditLog,
+) -> None:
+    first, second = pair(start_operator)
+    old = holder(leases)
+    run = scripted_run("frozen", env={"NAN_STEP": "150"})
+    run["spec"]["health"]["trainerStops"] = False
+    runs.apply(run)
+    runs.wait_phase("frozen", "Running")
+    first.signal(signal.SIGSTOP)
+    try:
+        runs.wait_phase("frozen", "Halted")
+        runs.wait_no_live_pod("frozen")
+    finally:
+        first.signal(signal.SIGCONT)
+    assert first.wait(timeout=30) == 1, "it ends, and starts anew as a standby"
+    assert holder(leases) not in {"", old}
+    assert leads(second)
+    halts = [
+        record
+        for record in audit_log.records(user=operator_process.USER)
+        if (record.resource, record.verb) == ("jobsets", "patch")
+    ]
+    assert [record.code for record in halts] == [200]
