@@ -117,7 +117,7 @@ def test_the_log_has_the_contracts_keys_and_keeps_what_is_not_finite() -> None:
 def test_the_line_of_an_evaluation_names_it_in_every_key() -> None:
     values = {"eval/lm_loss": 2.179, "eval/total_weights": 4096}
     assert evaluation_line(1490, values) == (
-        "eval_step=1490 eval_lm_loss=2.179 eval_total_weights=4096"
+        "eval_step=1490 eval_lm_loss=2.179000 eval_total_weights=4096"
     )
 
 

@@ -27,25 +27,25 @@ LINE_KEYS = (
 def step_line(step: int, target_steps: int, values: Mapping[str, float]) -> str:
     """Write a step as space-separated key=value pairs; keys and their order do not change.
 
-    Losses have six decimals, so that those of two runs can be compared by eye.
-
     Example: step=12 target=200 loss=5.013260 lm_loss=4.902100 raw_grad_norm=0.71 ...
     """
     pairs = [f"step={step}", f"target={target_steps}"]
-    for key in LINE_KEYS:
-        name = key.rpartition("/")[2]
-        form = ".6f" if name.endswith("loss") else ".6g"
-        pairs.append(f"{name}={values[key]:{form}}")
+    pairs += [_pair(key.rpartition("/")[2], values[key]) for key in LINE_KEYS]
     return " ".join(pairs)
 
 
 def evaluation_line(step: int, values: Mapping[str, float]) -> str:
     """Write an evaluation as space-separated key=value pairs, in the order of the values.
 
-    Example: eval_step=12 eval_lm_loss=4.9021 eval_mtp_loss=4.95 ...
+    Example: eval_step=12 eval_lm_loss=4.902100 eval_mtp_loss=4.950000 ...
     """
-    pairs = [f"{key.replace('/', '_')}={value:.6g}" for key, value in values.items()]
+    pairs = [_pair(key.replace("/", "_"), value) for key, value in values.items()]
     return " ".join([f"eval_step={step}", *pairs])
+
+
+def _pair(name: str, value: float) -> str:
+    """Write a value; a loss with six decimals, so that two runs can be compared by eye."""
+    return f"{name}={value:.6f}" if name.endswith("loss") else f"{name}={value:.6g}"
 
 
 class Console:

@@ -35,4 +35,4 @@ def test_a_run_that_is_evaluated_and_stopped_in_an_evaluation_ends_as_one_never_
     assert [line["step"] for line in journals[0] if keys & line.keys()] == [20, 60]
     early, late = (journals[0][step - 1]["eval/lm_loss"] for step in (20, 60))
     assert 6.2 > early > late > 3.0  # a uniform guess is ln(512) = 6.2
-    assert f"eval_step=60 eval_lm_loss={late:.6g} " in second.output()
+    assert f"eval_step=60 eval_lm_loss={late:.6f} " in second.output()
