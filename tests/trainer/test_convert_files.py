@@ -38,7 +38,7 @@ from ling_trainer.optimizer_config import OptimizerConfig
 from ling_trainer.parameter_store import ParameterWriter
 from ling_trainer.parameters import open_parameters
 from ling_trainer.run_record import RunRecord, architecture_of
-from ling_trainer.settings import resolve
+from ling_trainer.run_settings import load_config
 from ling_trainer.startup import build_program
 from ling_trainer.step import init_state
 from ling_trainer.warm_start import first_state
@@ -118,7 +118,7 @@ def test_config_json_survives_the_way_there_and_back(kind: str) -> None:
 def test_a_run_starts_from_converted_parameters(tmp_path: Path) -> None:
     source = hf_directory(tmp_path / "hf", "hybrid", BF16)
     out = to_ling(source, tmp_path / "ling")
-    program = build_program(resolve(run_settings("hybrid", out)))
+    program = build_program(load_config([str(out / "model.yaml"), *run_settings(out)], {}))
     state = first_state(program)
     params, bias = hf_to_params(open_hf(source).tensors, program.config.model)
     assert int(state.step) == 0
@@ -132,23 +132,19 @@ def test_a_run_starts_from_converted_parameters(tmp_path: Path) -> None:
 def test_parameters_of_another_architecture_start_no_run(tmp_path: Path) -> None:
     source = hf_directory(tmp_path / "hf", "hybrid")
     out = to_ling(source, tmp_path / "ling", lightning_slope_layer_offset=0)
+    settings = [str(out / "model.yaml"), "lightning_slope_layer_offset=1", *run_settings(out)]
+    program = build_program(load_config(settings, {}))
     with pytest.raises(EndRun, match="lightning_slope_layer_offset is 0 in the checkpoint and 1"):
-        first_state(build_program(resolve(run_settings("hybrid", out))))
+        first_state(program)
 
 
-def run_settings(kind: str, parameters: Path) -> dict[str, Any]:
-    return {
-        "steps": 2,
-        "model": CONFIGS[kind],
-        "data": {
-            "dataset_type": "synthetic", "max_target_length": 16, "global_batch_size": 2,
-            "eod_id": 0, "pad_id": 0,
-        },
-        "optimizer": {"learning_rate": 1e-3},
-        "checkpoint": {
-            "enable_checkpointing": False, "load_parameters_path": str(parameters),
-        },
-    }  # fmt: skip
+def run_settings(parameters: Path) -> list[str]:
+    """Return what a run needs besides an architecture."""
+    return [
+        "steps=2", "dataset_type=synthetic", "max_target_length=16", "global_batch_size=2",
+        "eod_id=0", "pad_id=0", "learning_rate=1e-3", "enable_checkpointing=false",
+        f"load_parameters_path={parameters}",
+    ]  # fmt: skip
 
 
 @pytest.fixture

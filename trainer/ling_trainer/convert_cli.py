@@ -24,9 +24,9 @@ _TO_LING = """\
 Architectures: BailingMoeV2_5ForCausalLM (Ling 2.5, 2.6) and BailingMoeV2ForCausalLM (Ling 2.0);
 float32, float16, bfloat16 and block-quantised fp8 (weight_scale_inv). A run starts from OUT with
 
-  ling-train run FILE OUT/model.yaml load_parameters_path=OUT
+  ling-train run OUT/model.yaml load_parameters_path=OUT key=value...
 
-where model.yaml has the architecture and FILE the rest.
+where model.yaml has the architecture; add the other settings to it, or give them as key=value.
 """
 _TO_HF = """\
 CHECKPOINT is a run's directory, its checkpoints/ or one step of them, or what hf-to-ling made.
@@ -113,8 +113,8 @@ def _hf_to_ling(options: argparse.Namespace) -> int:
     overrides = {} if offset is None else {"lightning_slope_layer_offset": offset}
     hf_to_ling(hf, options.out, overrides=overrides)
     print(  # noqa: T201
-        f"{options.out}: {len(hf.tensors)} tensors; a run starts from them with "
-        f"{options.out}/model.yaml load_parameters_path={options.out}"
+        f"{options.out}: {len(hf.tensors)} tensors; a run starts from them with: ling-train run "
+        f"{options.out}/model.yaml load_parameters_path={options.out} key=value..."
     )
     if not options.report:
         return ExitCode.FINISHED
