@@ -120,10 +120,10 @@ def ramp_up_rules(rampup: RampUp, *, batch_size: int, num_microbatches: int) -> 
             f"{increment}; choose an increment that divides {batch_size - start}",
         ),
         (
-            start % rows == 0 and increment % rows == 0,
-            f"{given} has a start or an increment that is no multiple of the {rows} rows of a "
-            f"micro-batch (data.global_batch_size={batch_size} / gradient_accumulation_steps="
-            f"{num_microbatches}); choose multiples, or more micro-batches",
+            increment % rows == 0,  # and so is start, by the rule before
+            f"{given} has an increment that is no multiple of the {rows} rows of a micro-batch "
+            f"(data.global_batch_size={batch_size} / gradient_accumulation_steps="
+            f"{num_microbatches}); choose a multiple, or more micro-batches",
         ),
         (
             samples < MAX_SAMPLES,
