@@ -113,9 +113,11 @@ def resolve(names: str) -> list[Path]:
 
 
 def _names(file: Path) -> set[str]:
-    path = file.relative_to(GOLDEN)
-    whole = {path.as_posix(), path.with_suffix("").as_posix(), path.parent.as_posix()}
-    return whole | {path.name, path.stem, path.parent.name}
+    """Every ending of the file's path, with and without suffix, and of its folder's."""
+    parts = file.relative_to(GOLDEN).parts
+    ends = [Path(*parts[i:]) for i in range(len(parts))]
+    folders = {end.parent.as_posix() for end in ends[:-1]}
+    return folders | {e.as_posix() for e in ends} | {e.with_suffix("").as_posix() for e in ends}
 
 
 def _opened(event: str, arguments: tuple[Any, ...]) -> None:
@@ -197,5 +199,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for row in TABLE.rows():
         error, tolerance = TABLE.worst.get(GOLDEN / row.file, (0.0, 0.0))
         note = f" ({row.spared} are none of ours)" if row.spared else ""
-        shown = f"{error:.1e} | {tolerance:.0e}" if tolerance else "exact | 0"
+        shown = f"{error:.1e} | {tolerance:.0e}" if tolerance else "equal | 0"
+        shown = shown if row.seen else "- | -"
         line(f"| {row.file} | {row.seen}/{row.cases}{note} | {shown} |")

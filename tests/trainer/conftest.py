@@ -24,7 +24,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 MODULES = (
     "accumulate", "auxiliaries", "batch", "eval_step", "head_loss", "loss", "model.mtp",
-    "model.outputs", "model.router", "optimizer", "report", "schedule", "step", "token_weights",
+    "model.outputs", "model.router", "optimizer", "ramp_up", "report", "schedule", "step",
+    "token_weights",
 )  # fmt: skip
 
 

@@ -126,7 +126,12 @@ def test_golden_samples_have_megatrons_hashes(name: str, show_golden: Any) -> No
             assert ours.shape == golden[key].shape, key
             worst = max(worst, int(np.abs(ours.astype(np.int64) - golden[key]).max()))
     assert worst == 0
-    show_golden(f"megatron/data/{name}", cases=f"{len(samples)} samples", worst=worst, tolerance=0)
+    show_golden(
+        f"megatron/data/meta.json ({name})",
+        cases=f"{len(samples)} samples",
+        worst=worst,
+        tolerance=0,
+    )
 
 
 def stored_field(

@@ -53,7 +53,7 @@ def test_golden_samples_of_a_blend_are_shown_with_megatrons_hashes(
             assert saved["documents"][i, :count].tolist() == line["documents"]
             assert saved["offsets"][i, :count].tolist() == line["offsets"]
             assert (saved["documents"][i, count:] == -1).all()
-    show_golden("data show, blend_weighted_train", cases="300 samples", worst=0, tolerance=0)
+    show_golden("megatron/data/meta.json (data show)", cases="300 samples", worst=0, tolerance=0)
 
 
 def test_the_documents_and_offsets_say_where_the_tokens_lie(

@@ -282,3 +282,10 @@ def test_an_evaluation_is_sum_over_sum(package: str, product: Any) -> None:
     log = modules.eval_step.eval_log(batches, mtp_per_layer_loss_norm=False)
     assert log["eval/lm_loss"] == pytest.approx(180 / 70)
     assert log["eval/total_weights"] == 70
+
+
+def test_a_ramp_up_adds_micro_batches_as_samples_are_read(package: str, product: Any) -> None:
+    sizes = product(package).ramp_up.ramp_up_stages((2, 2, 24), batch_size=8, num_microbatches=4)
+    # 8 samples an increment; 0, 2, 4, 6, 8, 12, 16, 22 and 28 have been read before each step.
+    found = [sizes.stage_at(step).batch_size for step in range(9)]
+    assert found == [2, 2, 2, 2, 4, 4, 6, 6, 8]
