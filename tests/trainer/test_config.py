@@ -97,6 +97,12 @@ def test_a_bad_setting_is_named_with_value_rule_and_remedy(
     assert remedy in message
 
 
+def test_a_model_without_a_router_is_refused_a_checkpoint_and_runs_without() -> None:
+    dense = ("first_k_dense_replace=4", "num_nextn_predict_layers=0")
+    assert "model.first_k_dense_replace=4 leaves no layer with experts" in _errors(*dense)
+    resolve(BASE, parse_overrides([*dense, "enable_checkpointing=false"]))
+
+
 def test_every_bad_setting_is_told_at_once() -> None:
     assert len(_errors("steps=x", "nope=1", "n_group=3").splitlines()) == 3
 

@@ -220,6 +220,12 @@ class RunConfig(Schema):
                 "with model.score_function=softmax a router has no expert bias; set it to 0",
             ),
             (
+                self.model.num_routers > 0 or not self.checkpoint.enable_checkpointing,
+                f"model.first_k_dense_replace={self.model.first_k_dense_replace} leaves no layer "
+                "with experts, and such a model cannot be checkpointed; lower it (or set "
+                "checkpoint.enable_checkpointing=false)",
+            ),
+            (
                 self.base_output_directory is not None
                 or not self.checkpoint.enable_checkpointing,
                 "base_output_directory is not set; checkpoints need one (or set "
