@@ -103,6 +103,12 @@ def test_missing_fields_of_a_config_are_named(hf_config: dict[str, Any]) -> None
         convert.config_from_hf(hf_config)
 
 
+def test_fields_that_tensors_do_not_depend_on_may_be_missing(hf_config: dict[str, Any]) -> None:
+    del hf_config["initializer_range"], hf_config["num_nextn_predict_layers"]
+    config = read(hf_config)
+    assert (config.initializer_range, config.num_nextn_predict_layers) == (0.006, 0)
+
+
 def test_rotary_dim_stands_in_for_a_missing_partial_rotary_factor(
     hf_config: dict[str, Any],
 ) -> None:

@@ -8,15 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from hf_models import CONFIGS
-from ling_trainer.convert import tensor_shapes
+from hf_models import CONFIGS, random_tensors
+from ling_trainer.config import MeshConfig
+from ling_trainer.convert import hf_to_params, tensor_shapes
 from ling_trainer.hf_config import config_to_hf
 from ling_trainer.model.gqa import GroupedQueryAttention
 from ling_trainer.model.hf_layout import bias_names
 from ling_trainer.model.layers import Tokens
+from ling_trainer.model.ling2 import init_params
 from ling_trainer.model_config import ModelConfig
 from ling_trainer.presets import ling2
+from ling_trainer.sharding import make_mesh, param_shardings
 
 TOKENS = 12
 
@@ -95,6 +99,17 @@ def test_settings_of_the_other_attention_are_refused(change: dict[str, Any], mes
 def test_a_hybrid_needs_all_of_its_settings(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.model_validate(CONFIGS["hybrid"] | change)
+
+
+def test_initial_parameters_look_like_converted_ones_and_can_be_sharded() -> None:
+    config = config_of()
+    initial = jax.eval_shape(lambda: init_params(config, seed=0))
+    converted, _ = hf_to_params(random_tensors(config, np.float32), config)
+    shapes = [jax.tree.map(lambda x: x.shape, tree) for tree in (initial, converted)]
+    assert shapes[0] == shapes[1]
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    spec = param_shardings(initial, mesh)["groups"][0]["attention"]["qkv"].spec
+    assert spec == PartitionSpec(None, ("fsdp", "expert"), "tensor", None)
 
 
 LING_2 = {

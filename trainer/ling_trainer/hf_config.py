@@ -39,9 +39,8 @@ _SAME_NAME = (
     "num_shared_experts",
     "moe_intermediate_size",
     "routed_scaling_factor",
-    "num_nextn_predict_layers",
-    "initializer_range",
 )
+_OPTIONAL = ("num_nextn_predict_layers", "initializer_range")
 _SAME_NAME_OF = {
     "hybrid": (
         "layer_group_size",
@@ -85,7 +84,8 @@ def config_from_hf(config: Mapping[str, Any]) -> Settings:
         problems.append(f"fields are missing: {', '.join(missing)}")
     if problems:
         raise ValueError("config.json: " + "; ".join(problems))
-    settings: Settings = {"attention_type": attention} | {name: config[name] for name in names}
+    there = (*names, *(name for name in _OPTIONAL if name in config))
+    settings: Settings = {"attention_type": attention} | {name: config[name] for name in there}
     for name in ("rope_theta", "routed_scaling_factor"):
         settings[name] = float(settings[name])
     shared = config.get("moe_shared_expert_intermediate_size")
@@ -113,7 +113,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         )
     attention = config.attention_type
     hybrid = attention == "hybrid"
-    names = (*_SAME_NAME, *_SAME_NAME_OF[attention])
+    names = (*_SAME_NAME, *_OPTIONAL, *_SAME_NAME_OF[attention])
     values = config.model_dump(mode="json")
     code = "v2_5" if hybrid else "v2"
     model = code.upper()
