@@ -40,7 +40,7 @@ class OptimizerConfig(Schema):
     """Largest global gradient norm; 0 does not clip."""
     optimizer_memory_host_offload: bool = False
     """Keep the optimizer's state in the hosts' memory between updates: room on the devices for
-    slower steps. num_zeros and num_grad_elements are then not reported, as in MaxText."""
+    slower steps. num_zeros and num_grad_elements are then not reported."""
     routed_bias_update_rate: NonNegative = 1e-3
     """Step of each router's expert bias against its load; 0 leaves the biases alone."""
     bias_update: Literal["megatron", "ling_zero_mean"] = "ling_zero_mean"
