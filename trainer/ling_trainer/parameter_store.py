@@ -21,7 +21,7 @@ from jaxtyping import Float
 type Keys = tuple[str | int, ...]
 
 _CHUNK_BYTES = 64 * 2**20
-_UNWRITTEN_BYTES = 256 * 2**20  # what may wait to be written
+_UNWRITTEN_BYTES = 64 * 2**20  # what may wait to be written
 _STEP = 2**20  # elements a turn of a checksum
 
 
