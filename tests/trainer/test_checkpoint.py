@@ -22,10 +22,11 @@ from ling_trainer.checkpoint import (
     read_record,
 )
 from ling_trainer.checksum import leaf_checksums, leaf_names
-from ling_trainer.config import CheckpointConfig, OptimizerConfig
+from ling_trainer.config import CheckpointConfig
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.ends import EndRun, ExitCode
 from ling_trainer.optimizer import make_optimizer
+from ling_trainer.optimizer_config import OptimizerConfig
 from ling_trainer.run_record import RunRecord
 from ling_trainer.step import TrainState, init_state
 
