@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from ling_trainer import config
 from ling_trainer.config import RunConfig
 from ling_trainer.presets import PRESETS
 from ling_trainer.schema import ConfigError, field_paths
@@ -138,3 +140,14 @@ def test_reading_a_configuration_imports_no_jax() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_megatrons_flags_in_the_docs_is_that_of_the_schema(repository: Path) -> None:
+    def rows(text: str) -> set[tuple[str, ...]]:
+        lines = (line.replace("`", "") for line in text.splitlines())
+        cells = (line.strip("| ").split("|") for line in lines if line.startswith("| --"))
+        return {tuple(cell.strip() for cell in row) for row in cells}
+
+    documented = rows((repository / "docs" / "numerics.md").read_text())
+    assert len(documented) > 30
+    assert documented == rows(config.__doc__ or "")
