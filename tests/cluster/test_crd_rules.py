@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ling_operator.api import HealthPolicy, dump
 from lingcluster.client import ApiError, Manifest, wait_for
 from lingcluster.control_plane import ControlPlane
 from lingcluster.operator_process import StartOperator
@@ -42,7 +43,7 @@ def dry_run(runs: TrainingRuns) -> Callable[[Manifest], Manifest]:
     [
         (of(RUN), "set exactly one of spec.tpu and spec.cpu"),
         (of(RUN, CPU, TPU), "set exactly one of spec.tpu and spec.cpu"),
-        (of(RUN, CPU, queue="team"), "spec.queue is not supported by this version; remove it"),
+        (of(RUN, CPU, queue="Team"), "spec.queue"),
         (of(RUN, CPU, watch={"jobSet": "x"}), "spec.watch is not supported by this version"),
         (of(RUN, CPU, name="a" * 44), "metadata.name is too long"),
         (of(RUN, {"cpu": {"processes": 11}}, name="a" * 43), "metadata.name is too long"),
@@ -81,11 +82,7 @@ def test_the_api_server_accepts_and_defaults_only_outside_of_run(
     stored = dry_run(run)["spec"]
     assert stored["run"] == run["spec"]["run"], "a stored default would hide the preset's"
     assert (stored["attempt"], stored["suspend"], stored["restarts"]) == (1, False, 3)
-    assert stored["health"] == {
-        "scrapeIntervalSeconds": 5,
-        "trainerStops": True,
-        "nonFinite": {"consecutiveSteps": 1, "action": "Halt"},
-    }
+    assert stored["health"] == dump(HealthPolicy())
     assert stored["template"]["terminationGracePeriodSeconds"] == 300
 
 
@@ -103,6 +100,7 @@ EDITS: dict[str, Any] = {
     "args": ["b", "c"],
     "cpu": {"processes": 3},
     "run": {"steps": 7},
+    "queue": "team",
     "restarts": 5,
     "template": {"hostNetwork": True},
 }
