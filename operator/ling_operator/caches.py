@@ -62,6 +62,7 @@ class Caches:
       jobsets: all JobSets of the namespaces watched, others' too: a name may be taken.
       jobs: the run's name of each Job that has our label.
       pods: pods with our label.
+      kueue_version: group and version of Workloads; empty while Kueue was not found.
       workloads: Kueue's Workloads; none where Kueue is not installed.
       reflectors: all five, to be run and asked for their age.
     """
@@ -103,10 +104,11 @@ class Caches:
             on_change=self._pod_changed,
             label_selector=RUN_LABEL,
         )
+        self.kueue_version = ""
         self._workloads: dict[Key, dict[str, WorkloadView]] = {}
         self.workloads = Reflector(
             client,
-            functools.partial(_workloads_path, client, namespace),
+            functools.partial(self._find_workloads, client, namespace),
             kind="workloads",
             view=view_workload,
             on_change=self._workload_changed,
@@ -155,6 +157,19 @@ class Caches:
         targets = heartbeat_targets(view.run, tuple(pods.values()))
         jobs = (_scrape_job(key, pod, interval_seconds) for pod in targets)
         return tuple(job for job in jobs if job is not None)
+
+    async def _find_workloads(self, client: RestClient, namespace: str | None) -> str:
+        """Return where Workloads are, in the version that the API server prefers.
+
+        Versions come and go with Kueue's releases, and one that is not the preferred one may
+        refuse what another wrote.
+
+        Raises:
+          ApiError: Kueue is not installed (404), or no answer.
+        """
+        group = await client.get(f"/apis/{KUEUE_GROUP}")
+        self.kueue_version = str(group["preferredVersion"]["groupVersion"])
+        return collection(self.kueue_version, "workloads", namespace)
 
     def _run_changed(self, change: Change[RunView]) -> None:
         if change.deleted:
@@ -220,19 +235,6 @@ def _scrape_job(key: Key, pod: PodView, interval_seconds: float) -> ScrapeJob | 
     )
     host = pod.host or pod.name
     return ScrapeJob(key=key, interval_seconds=interval_seconds, target=target, host=host)
-
-
-async def _workloads_path(client: RestClient, namespace: str | None) -> str:
-    """Return where Workloads are, in the version that the API server prefers.
-
-    Versions come and go with Kueue's releases, and one that is not the preferred one may refuse
-    what another wrote.
-
-    Raises:
-      ApiError: Kueue is not installed (404), or no answer.
-    """
-    group = await client.get(f"/apis/{KUEUE_GROUP}")
-    return collection(group["preferredVersion"]["groupVersion"], "workloads", namespace)
 
 
 def view_run(raw: JsonObject) -> RunView:

@@ -28,7 +28,6 @@ from ling_operator.rest import ApiError, JsonObject, RestClient
 from ling_operator.scrape import ScrapeFailure
 from ling_operator.verdict import HealthSample, Heartbeat
 from ling_operator.views import JobSetView, view_jobset
-from ling_operator.workload import KUEUE_GROUP
 from ling_trainer.schema import ConfigError
 
 OLDEST_EVENT = timedelta(minutes=50)  # the API server keeps events for an hour
@@ -195,7 +194,8 @@ class Cluster:
                     await self._client.merge_patch(path, body)
                 case SetWorkloadActive(name, uid, active, _):
                     body = {"metadata": {"uid": uid}, "spec": {"active": active}}
-                    await self._client.merge_patch(self._workload(key, name), body)
+                    of_kueue = collection(self._caches.kueue_version, "workloads", key[0])
+                    await self._client.merge_patch(f"{of_kueue}/{name}", body)
                 case DeleteJobSet(uid, _):
                     await self._client.delete(path, uid=uid, propagation="Foreground")
         except ApiError as error:
@@ -203,10 +203,6 @@ class Cluster:
                 return  # gone already, which the watch will show
             raise
         _log.info("acted", extra=log | {"reason": getattr(action, "reason", "")})
-
-    def _workload(self, key: Key, name: str) -> str:
-        version = self._caches.workloads.path.split("/")[3]
-        return f"{collection(f'{KUEUE_GROUP}/{version}', 'workloads', key[0])}/{name}"
 
     async def _create(self, key: Key, run: TrainingRun, path: str, manifest: JsonObject) -> None:
         try:

@@ -80,11 +80,6 @@ class Reflector[T]:
         return MappingProxyType(self._objects)
 
     @property
-    def path(self) -> str:
-        """The collection's path; empty while it is not known."""
-        return self._path
-
-    @property
     def last_event_age(self) -> float:
         """Seconds since a list, an event or a bookmark arrived: how old the cache may be."""
         return time.monotonic() - self._last_event
