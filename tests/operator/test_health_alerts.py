@@ -6,36 +6,22 @@ from typing import Any
 
 import pytest
 
-from ling_operator.api import TrainingRun, TrainingRunStatus
 from ling_operator.plan import CreateJobSet, Plan, SetSuspend
 from ling_operator.progress import heartbeat_targets
 from ling_operator.verdict import Heartbeat
+from story import Story
 
 
-class Watched:
+class Watched(Story):
     """A run whose page is read every 10 s; one step takes 10 s."""
 
     def __init__(self, scene: Any, **health: Any) -> None:
-        self.scene = scene
-        self.spec: dict[str, Any] = {"health": health}
-        self.run: TrainingRun = scene.running(**self.spec)
-        self.world: dict[str, Any] = {"jobset": scene.jobset(), "pods": scene.pods()}
+        super().__init__(scene, health=health)
         self.events: dict[str, str] = {}
         self.step = 0
 
-    @property
-    def status(self) -> TrainingRunStatus:
-        return self.run.status
-
-    def edit(self, **spec: Any) -> None:
-        self.spec |= spec
-        self.run = self.scene.run(self.run.status, **self.spec)
-
     def see(self, seconds: float, **world: Any) -> Plan:
-        self.world |= world
-        now = self.scene.at(seconds)
-        plan = self.scene.reconcile(self.scene.observed(self.run, **self.world, now=now))
-        self.run = self.scene.after(self.run, plan)
+        plan = super().see(seconds, **world)
         self.events |= {event.name(self.run): event.reason for event in plan.events}
         return plan
 
@@ -50,10 +36,6 @@ class Watched:
             plan = self.see(seconds, sample=sample)
         assert plan is not None
         return plan
-
-    def condition(self, kind: str) -> tuple[str, str] | None:
-        found = (c for c in self.status.conditions if c.type == kind)
-        return next(((c.status, c.reason) for c in found), None)
 
     def told(self, reason: str) -> int:
         return list(self.events.values()).count(reason)

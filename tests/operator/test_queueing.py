@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ling_operator.api import TrainingRun, TrainingRunStatus
 from ling_operator.jobset import build_jobset
-from ling_operator.plan import Plan, SetSuspend, SetWorkloadActive
+from ling_operator.plan import SetSuspend, SetWorkloadActive
 from ling_operator.workload import WorkloadView, view_workload
+from story import Story
 
 ADMITTED = WorkloadView(
     name="jobset-ling2-0a1b2", uid="wl-1", owner="ling2", owner_uid="js-1",
@@ -20,40 +20,14 @@ INACTIVE = replace(ADMITTED, active=False, admitted=False)
 DEACTIVATE = SetWorkloadActive("jobset-ling2-0a1b2", "wl-1", False, "NonFiniteLoss")
 
 
-class Story:
-    """A run in a queue, seen again and again."""
-
-    def __init__(self, scene: Any) -> None:
-        self.scene = scene
-        self.spec: dict[str, Any] = {"queue": "team"}
-        self.run: TrainingRun = scene.running(**self.spec)
-        self.world: dict[str, Any] = {
-            "jobset": scene.jobset(), "pods": scene.pods(), "workload": ADMITTED,
-        }  # fmt: skip
-
-    @property
-    def status(self) -> TrainingRunStatus:
-        return self.run.status
-
-    def edit(self, **spec: Any) -> None:
-        self.spec |= spec
-        self.run = self.scene.run(self.run.status, **self.spec)
-
-    def see(self, seconds: float, **world: Any) -> Plan:
-        self.world |= world
-        now = self.scene.at(seconds)
-        plan = self.scene.reconcile(self.scene.observed(self.run, **self.world, now=now))
-        self.run = self.scene.after(self.run, plan)
-        return plan
-
-    def condition(self, kind: str) -> tuple[str, str] | None:
-        found = (c for c in self.status.conditions if c.type == kind)
-        return next(((c.status, c.reason) for c in found), None)
+def queued(scene: Any) -> Story:
+    """Return a run in a queue that has its quota."""
+    return Story(scene, world={"workload": ADMITTED}, queue="team")
 
 
 @pytest.fixture
 def story(scene: Any) -> Story:
-    story = Story(scene)
+    story = queued(scene)
     story.see(0)
     return story
 
@@ -119,7 +93,7 @@ def test_a_halt_deactivates_the_workload_and_never_suspends_the_jobset(
 
 
 def test_a_run_halted_while_it_waits_for_quota_is_deactivated_too(scene: Any) -> None:
-    story = Story(scene)
+    story = queued(scene)
     story.see(0)
     story.see(1, workload=replace(WAITING, message="preempted"),
               jobset=scene.jobset(suspended=True))  # fmt: skip
@@ -140,7 +114,7 @@ def test_a_reactivated_halt_is_undone_at_most_once_a_minute(scene: Any, story: S
 
 
 def test_before_its_workload_exists_a_halt_is_not_taken_for_done(scene: Any) -> None:
-    story = Story(scene)
+    story = queued(scene)
     story.see(0)
     plan = story.see(1, jobset=scene.jobset(suspended=True), workload=None,
                      pods=(scene.exited(90), scene.exited(143, 1)))  # fmt: skip

@@ -6,40 +6,11 @@ from typing import Any
 
 import pytest
 
-from ling_operator.api import TrainingRun, TrainingRunStatus
 from ling_operator.plan import CreateJobSet, DeleteJobSet, Plan, SetSuspend
 from ling_operator.progress import scrape_target
+from story import Story
 
 WORDS = {"reason": "NonFiniteLoss", "step": 12, "last_finite_step": 11, "value": "nan"}
-
-
-class Story:
-    """A run seen again and again; its status is what the last pass wrote."""
-
-    def __init__(self, scene: Any, **spec: Any) -> None:
-        self.scene = scene
-        self.spec = spec
-        self.run: TrainingRun = scene.running(**spec)
-        self.world: dict[str, Any] = {"jobset": scene.jobset(), "pods": scene.pods()}
-
-    @property
-    def status(self) -> TrainingRunStatus:
-        return self.run.status
-
-    def edit(self, **spec: Any) -> None:
-        self.spec |= spec
-        self.run = self.scene.run(self.run.status, **self.spec)
-
-    def see(self, seconds: float, **world: Any) -> Plan:
-        self.world |= world
-        now = self.scene.at(seconds)
-        plan = self.scene.reconcile(self.scene.observed(self.run, **self.world, now=now))
-        self.run = self.scene.after(self.run, plan)
-        return plan
-
-    def condition(self, kind: str) -> tuple[str, str] | None:
-        found = (c for c in self.status.conditions if c.type == kind)
-        return next(((c.status, c.reason) for c in found), None)
 
 
 @pytest.fixture
