@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 
+from lingcluster import installation
 from lingcluster.build import Programs
 from lingcluster.certificates import KeyPair
 from lingcluster.client import KubeClient, Manifest, load_manifests
 
 USER = "jobset-controller"
 _COMPONENTS = Path("config/components")
-_RBAC = "/apis/rbac.authorization.k8s.io/v1"
-_ADMISSION = "/apis/admissionregistration.k8s.io/v1"
 
 
 def crd_files(programs: Programs) -> list[Path]:
@@ -23,21 +21,8 @@ def crd_files(programs: Programs) -> list[Path]:
 
 def grant_role(programs: Programs, client: KubeClient) -> None:
     """Give USER the rights of JobSet's own role, and no more."""
-    (role,) = load_manifests(programs.assets["jobset"] / _COMPONENTS / "rbac/role.yaml")
-    role["metadata"]["name"] = USER
-    client.apply(f"{_RBAC}/clusterroles/{USER}", role)
-    binding: Manifest = {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "ClusterRoleBinding",
-        "metadata": {"name": USER},
-        "roleRef": {
-            "apiGroup": "rbac.authorization.k8s.io",
-            "kind": "ClusterRole",
-            "name": USER,
-        },
-        "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": USER}],
-    }
-    client.apply(f"{_RBAC}/clusterrolebindings/{USER}", binding)
+    role = programs.assets["jobset"] / _COMPONENTS / "rbac/role.yaml"
+    installation.grant_cluster_role(client, USER, role)
 
 
 def write_config(
@@ -73,20 +58,16 @@ def register_webhooks(
     programs: Programs, client: KubeClient, *, url: str, authority: Path
 ) -> None:
     """Register JobSet's webhooks at `url`, trusted by the certificate in `authority`."""
-    bundle = base64.b64encode(authority.read_bytes()).decode()
     manifests = programs.assets["jobset"] / _COMPONENTS / "webhook/manifests.yaml"
-    for configuration in load_manifests(manifests):
-        name = f"jobset-{configuration['metadata']['name']}"
-        configuration["metadata"]["name"] = name
-        for webhook in configuration["webhooks"]:
-            path = webhook["clientConfig"]["service"]["path"]
-            webhook["clientConfig"] = {"url": url + path, "caBundle": bundle}
-            if "pods" in webhook["rules"][0]["resources"]:
-                # As JobSet's own installation does: other pods do not depend on its controller.
-                webhook["objectSelector"] = {
-                    "matchExpressions": [
-                        {"key": "jobset.sigs.k8s.io/jobset-name", "operator": "Exists"}
-                    ]
-                }
-        collection = configuration["kind"].lower() + "s"
-        client.apply(f"{_ADMISSION}/{collection}/{name}", configuration)
+    configurations = load_manifests(manifests)
+    for webhook in (w for each in configurations for w in each["webhooks"]):
+        if "pods" in webhook["rules"][0]["resources"]:
+            # As JobSet's own installation does: other pods do not depend on its controller.
+            webhook["objectSelector"] = {
+                "matchExpressions": [
+                    {"key": "jobset.sigs.k8s.io/jobset-name", "operator": "Exists"}
+                ]
+            }
+    installation.register_webhooks(
+        client, configurations, prefix="jobset", url=url, authority=authority
+    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lingcluster import installation
 from lingcluster.build import Programs
 from lingcluster.certificates import KeyPair
 from lingcluster.client import KubeClient, Manifest, load_manifests
@@ -20,8 +20,6 @@ USER = "kueue-controller"
 NAMESPACE = "kueue-system"
 QUEUES = "/apis/kueue.x-k8s.io/v1beta2"
 _COMPONENTS = Path("config/components")
-_RBAC = "/apis/rbac.authorization.k8s.io/v1"
-_ADMISSION = "/apis/admissionregistration.k8s.io/v1"
 _WEBHOOKS = frozenset(
     f"{kind}{resource}.kb.io"
     for kind in "mv"
@@ -36,7 +34,6 @@ _METRICS_CERTIFICATES = Path("/etc/kueue/metrics/certs")
 
 def crds(programs: Programs, *, url: str, authority: Path) -> list[Manifest]:
     """Return Kueue's CustomResourceDefinitions, converted by the webhook at `url`."""
-    bundle = base64.b64encode(authority.read_bytes()).decode()
     folder = programs.assets["kueue"] / _COMPONENTS / "crd/bases"
     found: list[Manifest] = []
     for path in sorted(folder.glob("*.yaml")):
@@ -45,7 +42,7 @@ def crds(programs: Programs, *, url: str, authority: Path) -> list[Manifest]:
                 crd["spec"]["conversion"] = {
                     "strategy": "Webhook",
                     "webhook": {
-                        "clientConfig": {"url": f"{url}/convert", "caBundle": bundle},
+                        "clientConfig": installation.at(f"{url}/convert", authority),
                         "conversionReviewVersions": ["v1"],
                     },
                 }
@@ -55,31 +52,10 @@ def crds(programs: Programs, *, url: str, authority: Path) -> list[Manifest]:
 
 def grant_role(programs: Programs, client: KubeClient) -> None:
     """Give USER the rights of Kueue's own roles, and no more."""
-    (role,) = load_manifests(programs.assets["kueue"] / _COMPONENTS / "rbac/role.yaml")
-    role["metadata"]["name"] = USER
-    client.apply(f"{_RBAC}/clusterroles/{USER}", role)
-    client.apply(f"{_RBAC}/clusterrolebindings/{USER}", _binding("Cluster"))
-    own = f"{_RBAC}/namespaces/{NAMESPACE}"
-    rule = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "list", "watch"]}
-    secrets: Manifest = {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "Role",
-        "metadata": {"name": USER},
-        "rules": [rule],
-    }
-    client.apply(f"{own}/roles/{USER}", secrets)
-    client.apply(f"{own}/rolebindings/{USER}", _binding(""))
-
-
-def _binding(scope: str) -> Manifest:
-    group = "rbac.authorization.k8s.io"
-    return {
-        "apiVersion": f"{group}/v1",
-        "kind": f"{scope}RoleBinding",
-        "metadata": {"name": USER},
-        "roleRef": {"apiGroup": group, "kind": f"{scope}Role", "name": USER},
-        "subjects": [{"apiGroup": group, "kind": "User", "name": USER}],
-    }
+    role = programs.assets["kueue"] / _COMPONENTS / "rbac/role.yaml"
+    installation.grant_cluster_role(client, USER, role)
+    secrets = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "list", "watch"]}
+    installation.grant_role(client, USER, NAMESPACE, [secrets])
 
 
 def start(plane: ControlPlane) -> None:
@@ -144,18 +120,13 @@ def register_webhooks(
     programs: Programs, client: KubeClient, *, url: str, authority: Path
 ) -> None:
     """Register the webhooks of JobSets, Workloads and queues, as an installation does."""
-    bundle = base64.b64encode(authority.read_bytes()).decode()
     manifests = programs.assets["kueue"] / _COMPONENTS / "webhook/manifests.yaml"
-    for configuration in load_manifests(manifests):
-        name = f"kueue-{configuration['metadata']['name']}"
-        configuration["metadata"]["name"] = name
-        kept = [w for w in configuration["webhooks"] if w["name"] in _WEBHOOKS]
-        for webhook in kept:
-            path = webhook["clientConfig"]["service"]["path"]
-            webhook["clientConfig"] = {"url": url + path, "caBundle": bundle}
-        configuration["webhooks"] = kept
-        collection = configuration["kind"].lower() + "s"
-        client.apply(f"{_ADMISSION}/{collection}/{name}", configuration)
+    configurations = load_manifests(manifests)
+    for each in configurations:
+        each["webhooks"] = [w for w in each["webhooks"] if w["name"] in _WEBHOOKS]
+    installation.register_webhooks(
+        client, configurations, prefix="kueue", url=url, authority=authority
+    )
 
 
 def make_queue(client: KubeClient, namespace: str, name: str, *, pods: int) -> None:
