@@ -6,10 +6,8 @@ own, and reports each one's peak resident memory above that of the same process 
     python benchmarks/convert_memory.py > benchmarks/results/DATE-convert-memory.json
 """
 
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from provenance import provenance
 
 from ling_trainer.convert import places, tensor_shapes
 from ling_trainer.hf_config import config_to_hf
@@ -86,16 +85,8 @@ def main() -> None:
     layers = [4 * int(np.prod(p.leaf.shape)) for p in places(config)]
     result = {
         "question": "peak memory of a conversion against the size of the checkpoint",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **provenance("jax", "tensorstore", "numpy"),
         "load_average": os.getloadavg()[0],
-        "versions": {n: importlib.metadata.version(n) for n in ("jax", "tensorstore", "numpy")},
         "checkpoint_bytes": size,
         "float32_bytes": sum(layers),
         "largest_leaf_of_a_layer_bytes": max(layers),

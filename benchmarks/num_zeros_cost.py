@@ -7,21 +7,17 @@ reports CPU seconds a step (all threads), the figure that other work on the mach
 """
 
 import functools
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from provenance import provenance
 
 from ling_trainer import step as step_module
 from ling_trainer.batch import Batch
@@ -101,15 +97,7 @@ def main() -> None:
         json.dumps(
             {
                 "question": "CPU seconds a step of ling2_tiny, with and without num_zeros",
-                "commit": subprocess.run(
-                    ["git", "rev-parse", "--short", "HEAD"],
-                    cwd=Path(__file__).parent,
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                ).stdout.strip(),
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-                "versions": {n: importlib.metadata.version(n) for n in ("jax", "flax", "optax")},
+                **provenance("jax", "flax", "optax"),
                 "rounds": ROUNDS,
                 "median_seconds": medians,
                 "spread_seconds": {s: max(t) - min(t) for s, t in sides.items()},
