@@ -11,3 +11,4 @@ flags=(--quiet --universal --generate-hashes --python-version 3.12 --no-header)
   -o requirements/trainer-tpu.txt
 "$uv" pip compile "${flags[@]}" pyproject.toml --extra operator --extra trainer --extra plot \
   --group dev -o requirements/dev.txt
+"$uv" pip compile "${flags[@]}" --group image -o requirements/image.txt

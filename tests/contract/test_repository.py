@@ -37,7 +37,14 @@ def test_tests_hold_no_package_marker(repository: Path) -> None:
 
 def test_locks_are_hashed_and_name_no_host(repository: Path) -> None:
     locks = sorted((repository / "requirements").glob("*.txt"))
-    assert {lock.stem for lock in locks} == {"dev", "operator", "trainer", "trainer-tpu", "uv"}
+    assert {lock.stem for lock in locks} == {
+        "dev",
+        "image",
+        "operator",
+        "trainer",
+        "trainer-tpu",
+        "uv",
+    }
     for lock in locks:
         text = lock.read_text()
         assert "://" not in text, lock
