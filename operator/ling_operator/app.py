@@ -79,6 +79,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAMESPACE",
         help="of the Lease; default: the pod's own",
     )
+    parser.add_argument(
+        "--leader-election-lease",
+        default=LEASE_NAME,
+        metavar="NAME",
+        help="name of the Lease; one for each set of replicas (default %(default)s)",
+    )
     parser.add_argument("--workers", type=_positive, default=16, help="runs looked at at once")
     parser.add_argument(
         "--log-level", choices=["debug", "info", "warning", "error"], default="info"
@@ -159,7 +165,7 @@ async def _lease(
     return LeaderLease(
         await stack.enter_async_context(RestClient(connection, request_seconds=RETRY_SECONDS)),
         namespace=options.leader_election_namespace,
-        name=LEASE_NAME,
+        name=options.leader_election_lease,
         identity=f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}",
     )
 
