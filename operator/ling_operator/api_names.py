@@ -52,6 +52,7 @@ class ConditionType(StrEnum):
     ADMITTED = "Admitted"
     PODS_READY = "PodsReady"
     PROGRESSING = "Progressing"
+    PERMITTED = "Permitted"
     METRICS_AVAILABLE = "MetricsAvailable"
     HEALTHY = "Healthy"
     SUSPENDED = "Suspended"
@@ -71,6 +72,9 @@ class Reason(StrEnum):
     WAITING_FOR_PREVIOUS = "WaitingForPrevious"
     JOB_SET_DELETED = "JobSetDeleted"
     NOT_STARTED = "NotStarted"
+
+    REFUSED = "Refused"
+    ACCEPTED = "Accepted"
 
     ADMITTED = "Admitted"
     NO_WORKLOAD = "NoWorkload"

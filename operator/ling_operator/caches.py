@@ -1,16 +1,20 @@
-"""What the API server last said about runs, JobSets, Jobs and pods, found by the run's key."""
+"""What the API server last said about runs, JobSets, Jobs and pods, found by the run's key.
+
+Pods, Jobs and Workloads are found by the name of their JobSet, which is the run's own name, or
+the one that spec.watch gives: JobSets that others launched have no label of ours.
+"""
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ling_operator import views
-from ling_operator.api import GROUP, PLURAL, RUN_LABEL, VERSION, TrainingRun
+from ling_operator.api import GROUP, PLURAL, VERSION, TrainingRun
 from ling_operator.progress import heartbeat_targets, scrape_target
 from ling_operator.reflector import Change, Key, Reflector
 from ling_operator.rest import JsonObject, RestClient
 from ling_operator.scrape import ScrapeTarget
-from ling_operator.views import JobSetView, PodView, view_jobset, view_pod
+from ling_operator.views import JOB_SET_NAME_LABEL, JobSetView, PodView, view_jobset, view_pod
 from ling_operator.workload import KUEUE_GROUP, WorkloadView, view_workload
 from ling_trainer.schema import ConfigError
 
@@ -46,12 +50,14 @@ class ScrapeJob:
 
     Attributes:
       host: name of its node, else of the pod.
+      container: of the trainer's on that host, from 0.
     """
 
     key: Key
     interval_seconds: float
     target: ScrapeTarget
     host: str
+    container: int = 0
 
 
 class Caches:
@@ -60,8 +66,8 @@ class Caches:
     Attributes:
       runs: TrainingRuns, parsed once a change.
       jobsets: all JobSets of the namespaces watched, others' too: a name may be taken.
-      jobs: the run's name of each Job that has our label.
-      pods: pods with our label.
+      jobs: the JobSet's name of each Job of a JobSet.
+      pods: pods of JobSets, others' too.
       kueue_version: group and version of Workloads; empty while Kueue was not found.
       workloads: Kueue's Workloads; none where Kueue is not installed.
       reflectors: all five, to be run and asked for their age.
@@ -71,6 +77,8 @@ class Caches:
         self, client: RestClient, *, namespace: str | None, wake: Callable[[Key], None]
     ) -> None:
         self._wake = wake
+        self._watched: dict[Key, Key] = {}
+        self._watchers: dict[Key, set[Key]] = {}
         self._pods: dict[Key, dict[str, PodView]] = {}
         self._gone: dict[Key, dict[str, PodView]] = {}
         self._jobs: dict[Key, set[str]] = {}
@@ -92,9 +100,9 @@ class Caches:
             client,
             collection("batch/v1", "jobs", namespace),
             kind="jobs",
-            view=_run_label,
+            view=_jobset_name,
             on_change=self._job_changed,
-            label_selector=RUN_LABEL,
+            label_selector=JOB_SET_NAME_LABEL,
         )
         self.pods = Reflector(
             client,
@@ -102,7 +110,7 @@ class Caches:
             kind="pods",
             view=view_pod,
             on_change=self._pod_changed,
-            label_selector=RUN_LABEL,
+            label_selector=JOB_SET_NAME_LABEL,
         )
         self.kueue_version = ""
         self._workloads: dict[Key, dict[str, WorkloadView]] = {}
@@ -120,29 +128,40 @@ class Caches:
         for reflector in self.reflectors:
             await reflector.synced.wait()
 
+    @property
+    def refusal(self) -> str | None:
+        """What the API server says to the first kind that may not be listed or watched."""
+        refusals = (r.refusal for r in self.reflectors)
+        return next((said for said in refusals if said is not None), None)
+
     def run(self, key: Key) -> RunView | None:
         """Return a TrainingRun."""
         return self.runs.objects.get(key)
 
+    def jobset_key(self, key: Key) -> Key:
+        """Return namespace and name of a run's JobSet: of its own name, or the one it watches."""
+        return self._watched.get(key, key)
+
     def jobset(self, key: Key) -> JobSetView | None:
-        """Return the JobSet of this name, whoever owns it."""
-        return self.jobsets.objects.get(key)
+        """Return the JobSet of the name that a run's has, whoever owns it."""
+        return self.jobsets.objects.get(self.jobset_key(key))
 
     def workload(self, key: Key, jobset_uid: str) -> WorkloadView | None:
         """Return the Workload of exactly this JobSet, not of an earlier one of its name."""
-        return self._workloads.get(key, {}).get(jobset_uid)
+        return self._workloads.get(self.jobset_key(key), {}).get(jobset_uid)
 
     def pods_of(self, key: Key) -> tuple[PodView, ...]:
         """Return a run's pods, and those gone that ended in a way that matters."""
-        return (*self._pods.get(key, {}).values(), *self._gone.get(key, {}).values())
+        of = self.jobset_key(key)
+        return (*self._pods.get(of, {}).values(), *self._gone.get(of, {}).values())
 
     def jobs_of(self, key: Key) -> tuple[str, ...]:
         """Return the names of a run's Jobs."""
-        return tuple(sorted(self._jobs.get(key, ())))
+        return tuple(sorted(self._jobs.get(self.jobset_key(key), ())))
 
     def scrape_job(self, key: Key) -> ScrapeJob | None:
         """Say where to read a run's metrics; None unless its process 0 runs and has an address."""
-        view, pods = self.runs.objects.get(key), self._pods.get(key)
+        view, pods = self.runs.objects.get(key), self._pods.get(self.jobset_key(key))
         if view is None or view.run is None or not pods:
             return None
         pod = scrape_target(view.run, tuple(pods.values()))
@@ -151,11 +170,15 @@ class Caches:
 
     def heartbeat_jobs(self, key: Key, interval_seconds: float) -> tuple[ScrapeJob, ...]:
         """Say where to read the heartbeats of a run's hosts; none for a run of one host."""
-        view, pods = self.runs.objects.get(key), self._pods.get(key)
-        if view is None or view.run is None or not pods or len(pods) == 1:
+        view, pods = self.runs.objects.get(key), self._pods.get(self.jobset_key(key))
+        if view is None or view.run is None or not pods:
             return ()
         targets = heartbeat_targets(view.run, tuple(pods.values()))
-        jobs = (_scrape_job(key, pod, interval_seconds) for pod in targets)
+        jobs = (
+            _scrape_job(key, pod, interval_seconds, container)
+            for pod in targets
+            for container in range(pod.containers)
+        )
         return tuple(job for job in jobs if job is not None)
 
     async def _find_workloads(self, client: RestClient, namespace: str | None) -> str:
@@ -172,12 +195,35 @@ class Caches:
         return collection(self.kueue_version, "workloads", namespace)
 
     def _run_changed(self, change: Change[RunView]) -> None:
-        if change.deleted:
-            self._gone.pop(change.key, None)
+        of = self.jobset_key(change.key)
+        run = change.object.run
+        self._note_watched(change.key, None if change.deleted or run is None else run)
+        if not self._runs_of(of):
+            self._gone.pop(of, None)
         self._wake(change.key)
 
+    def _note_watched(self, key: Key, run: TrainingRun | None) -> None:
+        """Keep up which runs watch which JobSet; a run of None watches nothing."""
+        before = self._watched.pop(key, None)
+        if before is not None:
+            self._watchers[before].discard(key)
+            if not self._watchers[before]:
+                del self._watchers[before]
+        if run is not None and run.spec.watch is not None:
+            self._watched[key] = key[0], run.spec.watch.job_set
+            self._watchers.setdefault(self._watched[key], set()).add(key)
+
+    def _runs_of(self, jobset: Key) -> tuple[Key, ...]:
+        """Return the runs that a JobSet of this name, with all that belongs to it, concerns."""
+        own = jobset in self.runs.objects and jobset not in self._watched
+        return (*((jobset,) if own else ()), *sorted(self._watchers.get(jobset, ())))
+
+    def _wake_runs_of(self, jobset: Key) -> None:
+        for key in self._runs_of(jobset):
+            self._wake(key)
+
     def _jobset_changed(self, change: Change[JobSetView]) -> None:
-        self._wake(change.key)
+        self._wake_runs_of(change.key)
 
     def _job_changed(self, change: Change[str]) -> None:
         key = change.key[0], change.object
@@ -188,7 +234,7 @@ class Caches:
             names.add(change.key[1])
         if not names:
             del self._jobs[key]
-        self._wake(key)
+        self._wake_runs_of(key)
 
     def _workload_changed(self, change: Change[WorkloadView]) -> None:
         workload = change.object
@@ -200,12 +246,11 @@ class Caches:
             of_name[workload.owner_uid] = workload
         if not of_name:
             del self._workloads[key]
-        if key in self.runs.objects:
-            self._wake(key)
+        self._wake_runs_of(key)
 
     def _pod_changed(self, change: Change[PodView]) -> None:
         pod = change.object
-        key = change.key[0], pod.run
+        key = change.key[0], pod.job_set
         pods = self._pods.setdefault(key, {})
         if change.deleted:
             pods.pop(pod.uid, None)
@@ -214,11 +259,11 @@ class Caches:
             pods[pod.uid] = pod
         if not pods:
             del self._pods[key]
-        self._wake(key)
+        self._wake_runs_of(key)
 
     def _remember(self, key: Key, pod: PodView) -> None:
         """Keep what a deleted pod tells: its exit code may be the only evidence of divergence."""
-        if pod.exit_code in _ORDINARY_EXITS or key not in self.runs.objects:
+        if pod.exit_code in _ORDINARY_EXITS or not self._runs_of(key):
             return
         gone = self._gone.setdefault(key, {})
         gone[pod.uid] = replace(pod, gone=True)
@@ -227,14 +272,24 @@ class Caches:
             del gone[least]
 
 
-def _scrape_job(key: Key, pod: PodView, interval_seconds: float) -> ScrapeJob | None:
+def _scrape_job(
+    key: Key, pod: PodView, interval_seconds: float, container: int = 0
+) -> ScrapeJob | None:
     if pod.ip is None or not pod.metrics_port:
         return None
     target = ScrapeTarget(
-        ip=pod.ip, port=pod.metrics_port, pod_uid=pod.uid, host_network=pod.host_network
+        ip=pod.ip,
+        port=pod.metrics_port + container,
+        pod_uid=pod.uid,
+        host_network=pod.host_network,
     )
-    host = pod.host or pod.name
-    return ScrapeJob(key=key, interval_seconds=interval_seconds, target=target, host=host)
+    return ScrapeJob(
+        key=key,
+        interval_seconds=interval_seconds,
+        target=target,
+        host=pod.host or pod.name,
+        container=container,
+    )
 
 
 def view_run(raw: JsonObject) -> RunView:
@@ -249,5 +304,5 @@ def view_run(raw: JsonObject) -> RunView:
     return RunView(view.run, view.spec_error)
 
 
-def _run_label(item: JsonObject) -> str:
-    return str(item["metadata"]["labels"][RUN_LABEL])
+def _jobset_name(item: JsonObject) -> str:
+    return str(item["metadata"]["labels"][JOB_SET_NAME_LABEL])

@@ -71,9 +71,10 @@ class Cluster:
         self._written: dict[Key, _Written] = {}
         self._created: dict[Key, _Created] = {}
         self._refused: dict[Key, tuple[int, str]] = {}
+        self._denied: dict[Key, str] = {}
         self._samples: dict[Key, HealthSample] = {}
         self._problems: dict[Key, str] = {}
-        self._heartbeats: dict[Key, dict[str, Heartbeat]] = {}
+        self._heartbeats: dict[Key, dict[tuple[str, int], Heartbeat]] = {}
         self._told: dict[Key, set[str]] = {}
 
     def record(self, key: Key, result: HealthSample | ScrapeFailure) -> None:
@@ -86,12 +87,12 @@ class Cluster:
 
     def record_heartbeat(self, key: Key, beat: Heartbeat) -> None:
         """Take a host's heartbeat."""
-        self._heartbeats.setdefault(key, {})[beat.pod_uid] = beat
+        self._heartbeats.setdefault(key, {})[beat.pod_uid, beat.container] = beat
 
     def heartbeats(self, key: Key) -> tuple[Heartbeat, ...]:
         """Return the heartbeats of a run's hosts; those of pods that are gone are dropped."""
         uids = {pod.uid for pod in self._caches.pods_of(key)}
-        kept = {u: b for u, b in self._heartbeats.get(key, {}).items() if u in uids}
+        kept = {k: b for k, b in self._heartbeats.get(key, {}).items() if k[0] in uids}
         self._heartbeats[key] = kept
         return tuple(kept.values())
 
@@ -122,6 +123,7 @@ class Cluster:
             heartbeats=self.heartbeats(key),
             scrape_problem=self._problems.get(key),
             create_error=message if attempt == run.spec.attempt else None,
+            refusal=self.refusal(key),
             now=self._now(),
         )
 
@@ -129,17 +131,37 @@ class Cluster:
         """Write the intent, then act, then tell.
 
         Raises:
-          ApiError: a request was refused; what came after it was not tried. A conflict means that
-            the observation is out of date.
+          ApiError: the first refusal, after everything was tried; or no answer, or a conflict,
+            which means that the observation is out of date: what came after it was not tried.
         """
         key = observed.run.metadata.namespace, observed.run.metadata.name
         creates = any(isinstance(action, CreateJobSet) for action in plan.actions)
         if creates or plan.status != observed.run.status:
             await self._write_status(key, observed, plan)
-        for action in plan.actions:
-            await self._act(key, observed.run, action)
-        for event in plan.events:
-            await self._tell(key, observed.run, event)
+        answers = [await self._try(key, observed, e) for e in (*plan.actions, *plan.events)]
+        refusals = [answer for answer in answers if answer is not None]
+        self._denied.pop(key, None)
+        if refusals:
+            if not creates:  # Created says it then
+                self._denied[key] = str(refusals[0])
+            raise refusals[0]
+
+    async def _try(self, key: Key, observed: Observed, each: Action | Event) -> ApiError | None:
+        """Act or tell; return a refusal, which is no reason not to tell what is in the status."""
+        try:
+            if isinstance(each, Event):
+                await self._tell(key, observed.run, each)
+            else:
+                await self._act(key, observed.run, each)
+        except ApiError as error:
+            if not error.is_refusal:
+                raise
+            return error
+        return None
+
+    def refusal(self, key: Key) -> str | None:
+        """Return what the API server refuses of what a run needs, creating its JobSet apart."""
+        return self._denied.get(key) or self._caches.refusal
 
     def _run(self, key: Key) -> RunView | None:
         """Return the run, with our last status write even before the watch shows it."""
@@ -258,6 +280,7 @@ class Cluster:
             self._written,
             self._created,
             self._refused,
+            self._denied,
             self._samples,
             self._problems,
             self._heartbeats,

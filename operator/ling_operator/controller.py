@@ -108,6 +108,8 @@ class Controller:
             _log.info("phase", extra={"run": "/".join(key)} | change)
         await self._cluster.execute(observed, plan)
         self._queue.forget_failures(key)
+        if self._cluster.refusal(key) != observed.refusal:
+            self._queue.add(key)
         if plan.requeue_after is not None:
             self._queue.add_after(key, plan.requeue_after.total_seconds())
         return "ok"
@@ -134,6 +136,7 @@ class Controller:
             beat = Heartbeat(
                 host=job.host,
                 pod_uid=job.target.pod_uid,
+                container=job.container,
                 read_time=result.time,
                 time=result.heartbeat,
             )

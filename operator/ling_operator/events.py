@@ -22,6 +22,7 @@ _TOLD: dict[tuple[str, str], Kind] = {
     (ConditionType.PODS_READY, "True"): "Normal",
     (ConditionType.METRICS_AVAILABLE, "False"): "Warning",
     (ConditionType.HEALTHY, "False"): "Warning",
+    (ConditionType.PERMITTED, "False"): "Warning",
     (ConditionType.SUSPENDED, "True"): "Normal",
     (ConditionType.HALTED, "True"): "Warning",
     (ConditionType.COMPLETE, "True"): "Normal",

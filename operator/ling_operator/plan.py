@@ -13,6 +13,28 @@ from ling_operator.workload import WorkloadView
 type Manifest = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class LogSource:
+    """A pod whose output to read."""
+
+    pod: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogTail:
+    """The last lines of a pod's output.
+
+    Attributes:
+      uid: the pod's.
+      problem: why there are no lines; None where there are.
+    """
+
+    uid: str
+    lines: tuple[str, ...] = ()
+    problem: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """All that a decision may depend on. If it is not here, it does not count.
@@ -28,6 +50,8 @@ class Observed:
       heartbeats: of all hosts, as last read.
       scrape_problem: why there is no newer page, for the message of a condition.
       create_error: what the API server said to the last refused CreateJobSet of this attempt.
+      refusal: what else it refuses that this run needs, and its words; None if nothing.
+      log: of the pod that an earlier plan asked for, if it was just read; else None.
       now: the time of the decision.
     """
 
@@ -41,6 +65,8 @@ class Observed:
     heartbeats: tuple[Heartbeat, ...] = ()
     scrape_problem: str | None = None
     create_error: str | None = None
+    refusal: str | None = None
+    log: LogTail | None = None
     now: datetime
 
 
@@ -115,9 +141,12 @@ class Plan:
       actions: at most one, executed after the status write succeeded.
       events: posted after the actions, each until the API server has it.
       requeue_after: look again then, even if nothing changes; None waits for a change.
+      read_log: read this log, if it can be had at once, and decide again with it: what the plan
+        does would take it away. A plan is whole without it.
     """
 
     status: TrainingRunStatus
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()
     requeue_after: timedelta | None = None
+    read_log: LogSource | None = None

@@ -14,12 +14,15 @@ from ling_operator.api import (
     MAX_ATTEMPTS_KEPT,
     AttemptRecord,
     ConditionType,
+    Phase,
     Reason,
     TrainingProgress,
     TrainingRunStatus,
 )
+from ling_operator.conditions import find
 from ling_operator.ending import end_attempt, has_ended
 from ling_operator.events import events_of
+from ling_operator.evidence import keep_evidence, log_to_read, thin_out
 from ling_operator.health_conditions import mark_health
 from ling_operator.jobset import build_jobset
 from ling_operator.phase import phase_of
@@ -32,6 +35,7 @@ from ling_operator.progress import (
     own_jobset,
 )
 from ling_operator.queueing import observe_queue
+from ling_operator.recovery import measure_recovery
 from ling_operator.runnable import target_steps
 from ling_operator.settle import settle
 from ling_operator.stopping import OVERRIDE_PAUSE, Step, enforce_stop, pause_or_resume
@@ -60,20 +64,35 @@ def reconcile(observed: Observed) -> Plan:
         status = mark_health(observed, observe_attempt(observed, status))
     status = end_attempt(observed, status)
     if has_ended(status):
-        status = observe_end(observed, status)
+        status = keep_evidence(observed, observe_end(observed, status))
     status = observe_queue(observed, status)
     status, actions = _act(observed, status)
-    status = status.model_copy(
-        update={
-            "phase": phase_of(observed, status),
-            "observed_generation": observed.run.metadata.generation,
-        }
-    )
+    status = _note_refusal(observed, status)
+    status = measure_recovery(observed, _as_of_now(observed, status))
     return Plan(
         status=settle(observed, status),
         actions=actions,
         events=events_of(status, observed.now),
         requeue_after=_look_again(observed, status),
+        read_log=log_to_read(observed, status),
+    )
+
+
+def _as_of_now(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
+    """Date the status: phase, and the generation that it and every condition were judged by."""
+    generation, phase = observed.run.metadata.generation, phase_of(observed, status)
+    training = status.training
+    if phase != Phase.RUNNING:  # nobody knows when it goes on
+        training = training.model_copy(update={"estimated_completion_time": None})
+    return status.model_copy(
+        update={
+            "phase": phase,
+            "observed_generation": generation,
+            "training": training,
+            "conditions": tuple(
+                c.model_copy(update={"observed_generation": generation}) for c in status.conditions
+            ),
+        }
     )
 
 
@@ -89,7 +108,7 @@ def _begin_attempt(observed: Observed) -> TrainingRunStatus:
     attempts = (*attempts, AttemptRecord(attempt=wanted, start_time=observed.now))
     return TrainingRunStatus(
         attempt=wanted,
-        attempts=attempts[-MAX_ATTEMPTS_KEPT:],
+        attempts=thin_out(attempts[-MAX_ATTEMPTS_KEPT:]),
         last_finite_checkpoint=old.last_finite_checkpoint,
         restore_before_step=_restore_before(old),
     )
@@ -203,6 +222,17 @@ def _not_created(
 ) -> TrainingRunStatus:
     kind = ConditionType.CREATED
     return mark(observed, status, kind, "False", reason=reason, message=message)
+
+
+def _note_refusal(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
+    """Say what the operator may not do; without a refusal ever there is no such condition."""
+    kind, refusal = ConditionType.PERMITTED, observed.refusal
+    if refusal is not None:
+        return mark(observed, status, kind, "False", reason=Reason.REFUSED, message=refusal)
+    if find(status.conditions, kind) is None:
+        return status
+    message = "The API server accepts what the run needs."
+    return mark(observed, status, kind, "True", reason=Reason.ACCEPTED, message=message)
 
 
 def _look_again(observed: Observed, status: TrainingRunStatus) -> timedelta | None:

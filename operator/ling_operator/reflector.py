@@ -19,6 +19,7 @@ FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 30.0
 _HTTP_GONE = 410
 _SETTLED_SECONDS = 10.0
+_REFUSAL_SECONDS = 5.0  # an API server that starts refuses too, until it has read the roles
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Reflector[T]:
       kind: for logs and metrics, such as 'pods'.
       synced: set after the first complete list.
       relists: number of complete lists.
+      problem: why there is no watch at this moment, None while there is one.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class Reflector[T]:
         self._resource_version: str | None = None
         self._backoff = FIRST_BACKOFF_SECONDS
         self._last_event = self._last_activity = time.monotonic()
-        self._last_problem: str | None = None
+        self.problem: str | None = None
+        self._last_logged: str | None = None
+        self._refused_since: float | None = None
 
     @property
     def objects(self) -> Mapping[Key, T]:
@@ -88,6 +92,13 @@ class Reflector[T]:
     def last_activity_age(self) -> float:
         """Seconds since anything happened, failed attempts included: is the loop itself alive?"""
         return time.monotonic() - self._last_activity
+
+    @property
+    def refusal(self) -> str | None:
+        """What the API server says to our lists and watches, once it has refused for a while."""
+        since = self._refused_since
+        lasting = since is not None and time.monotonic() - since >= _REFUSAL_SECONDS
+        return self.problem if lasting else None
 
     async def run(self) -> None:
         """Keep the cache current until cancelled; errors are logged and retried."""
@@ -108,6 +119,8 @@ class Reflector[T]:
             except ApiError as error:
                 if error.status is not None:
                     self._resource_version = None
+                if error.is_refusal and not error.is_expired and self._refused_since is None:
+                    self._refused_since = time.monotonic()
                 if error.is_not_found and not self.synced.is_set():
                     # The kind is not installed yet, so there are none. Later a 404 proves
                     # nothing: taking it for deletions would cancel every run.
@@ -118,9 +131,9 @@ class Reflector[T]:
                 await self._pause(problem)
 
     async def _pause(self, problem: str) -> None:
-        if problem != self._last_problem:
+        if problem != self._last_logged:
             _log.warning("watch interrupted", extra={"kind": self.kind, "error": problem})
-            self._last_problem = problem
+        self.problem = self._last_logged = problem
         # Jitter, so that a thousand watches do not return in step; no secret depends on it.
         await asyncio.sleep(self._backoff * random.uniform(0.5, 1.0))  # noqa: S311
         self._backoff = min(self._backoff * 2, LONGEST_BACKOFF_SECONDS)
@@ -162,6 +175,7 @@ class Reflector[T]:
         seconds = random.uniform(low, high)  # noqa: S311 - see _pause
         events = self._client.watch(
             self._path,
+            on_open=self._opened,
             **self._selection,
             watch="true",
             allowWatchBookmarks="true",
@@ -175,7 +189,7 @@ class Reflector[T]:
             self._resource_version = item["metadata"]["resourceVersion"]
             self._mark_event()
             self._backoff = FIRST_BACKOFF_SECONDS
-            self._last_problem = None
+            self._last_logged = None
             if kind != "BOOKMARK":
                 self._apply(_key(item), self._view(item), deleted=kind == "DELETED")
 
@@ -185,6 +199,9 @@ class Reflector[T]:
         else:
             self._objects[key] = item
         self._on_change(Change(key=key, object=item, deleted=deleted))
+
+    def _opened(self) -> None:
+        self.problem = self._refused_since = None
 
     def _mark_event(self) -> None:
         self._last_event = self._last_activity = time.monotonic()

@@ -16,8 +16,8 @@ from ling_operator.connection import Connection
 type JsonObject = dict[str, Any]
 
 CONNECT_SECONDS = 10.0
-REQUEST_SECONDS = 60.0
-READ_IDLE_SECONDS = 90.0  # the API server sends a bookmark a minute on an idle watch
+REQUEST_SECONDS = 30.0  # what a halt waits for at most when its connection is dead
+READ_IDLE_SECONDS = 75.0  # the API server sends a bookmark a minute on an idle watch
 _TOKEN_SECONDS = 30.0
 
 JSON = "application/json"
@@ -49,6 +49,13 @@ class ApiError(Exception):
     def is_not_found(self) -> bool:
         """The object, or its kind, does not exist."""
         return self.status == HTTPStatus.NOT_FOUND
+
+    @property
+    def is_refusal(self) -> bool:
+        """The server answered and said no: a right is missing, or the request breaks a rule."""
+        no_refusals = {HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
+        answered = self.status is not None and self.status < HTTPStatus.INTERNAL_SERVER_ERROR
+        return answered and self.status not in no_refusals
 
     @property
     def is_expired(self) -> bool:
@@ -144,8 +151,15 @@ class RestClient:
         }
         return await self._request("DELETE", path, body=body)
 
-    async def watch(self, path: str, **params: str) -> AsyncGenerator[JsonObject]:
+    async def watch(
+        self, path: str, *, on_open: Callable[[], None] = lambda: None, **params: str
+    ) -> AsyncGenerator[JsonObject]:
         """Yield watch events until the server ends the stream.
+
+        Args:
+          path: the collection's.
+          on_open: called when the server has accepted the watch; events may be a minute away.
+          params: of the query.
 
         Raises:
           ApiError: the server refused, or the connection broke.
@@ -156,6 +170,7 @@ class RestClient:
         )
         rest = b""
         async with self._send("GET", path, params=params, timeout=timeout) as answer:
+            on_open()
             try:
                 # Lines are split here: the reader's own readline refuses objects over 64 KiB.
                 async for chunk in answer.content.iter_any():

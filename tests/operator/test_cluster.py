@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ling_operator.api import METRICS_PORT_ANNOTATION, RUN_LABEL, Phase, TrainingRunStatus
+from ling_operator.api import METRICS_PORT_ANNOTATION, ConditionType, Phase, TrainingRunStatus
 from ling_operator.caches import Caches
 from ling_operator.cluster import Cluster
+from ling_operator.conditions import find
 from ling_operator.connection import Connection
 from ling_operator.controller import Controller
 from ling_operator.jobset import build_jobset
@@ -29,12 +30,14 @@ from ling_operator.plan import (
     SetSuspend,
     SetWorkloadActive,
 )
+from ling_operator.reconcile import reconcile
 from ling_operator.rest import ApiError, RestClient
 from ling_operator.scrape import scrape_session
 from ling_operator.telemetry import Telemetry
 from ling_operator.views import (
     COMPLETION_INDEX_LABEL,
     JOB_INDEX_LABEL,
+    JOB_SET_NAME_LABEL,
     JOB_SET_UID_LABEL,
     RESTART_ATTEMPT_LABEL,
     TRAINER_CONTAINER,
@@ -154,7 +157,7 @@ def stored_run(scene: Any, **status: Any) -> dict[str, Any]:
 
 
 def pod(name: str, **status: Any) -> dict[str, Any]:
-    labels = {RUN_LABEL: "ling2", RESTART_ATTEMPT_LABEL: "0"}
+    labels = {JOB_SET_NAME_LABEL: "ling2", RESTART_ATTEMPT_LABEL: "0"}
     metadata = {"namespace": "team", "name": name, "uid": f"uid-{name}", "labels": labels}
     return {"metadata": {**metadata, "resourceVersion": "8"}, "spec": {}, "status": status}
 
@@ -325,7 +328,8 @@ async def test_a_refused_create_is_observed_for_its_attempt_and_forgotten_after_
         plan = Plan(status=observed.run.status, actions=(CREATE,), events=(event(scene),))
         with pytest.raises(ApiError):
             await w.cluster.execute(observed, plan)
-        assert EVENTS not in {request.path for request in w.api.writes}
+        told = sum(request.path == EVENTS for request in w.api.writes)
+        assert told == 1, "what the status says is told although the action was refused"
         again = await w.cluster.observe(*KEY)
         assert again is not None
         assert again.create_error == "spec.x: no"
@@ -334,6 +338,40 @@ async def test_a_refused_create_is_observed_for_its_attempt_and_forgotten_after_
         after = await w.cluster.observe(*KEY)
         assert after is not None
         assert after.create_error is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("method", "path"), [("PATCH", f"{JOBSETS}/ling2"), ("POST", EVENTS)], ids=["patch", "event"]
+)
+async def test_a_missing_right_is_observed_until_the_server_accepts(
+    method: str, path: str, scene: Any
+) -> None:
+    async with world(scene, watching=True, runs=[stored_run(scene)]) as w:
+        said = "jobsets is forbidden: cannot patch"
+        w.api.refuse(method, path, 403, "Forbidden", said)
+        observed = await w.cluster.observe(*KEY)
+        assert observed is not None
+        assert observed.refusal is None
+        plan = Plan(
+            status=observed.run.status,
+            actions=(SetSuspend("js-1", True, "Halted"),),
+            events=(event(scene),),
+        )
+        with pytest.raises(ApiError):
+            await w.cluster.execute(observed, plan)
+        assert [request.method for request in w.api.writes] == ["PATCH", "POST"]
+        again = await w.cluster.observe(*KEY)
+        assert again is not None
+        assert said in str(again.refusal)
+        refused = find(reconcile(again).status.conditions, ConditionType.PERMITTED)
+        assert refused is not None
+        assert (refused.status, said in refused.message) == ("False", True)
+        w.api.refusals.clear()
+        await w.cluster.execute(again, plan)
+        after = await w.cluster.observe(*KEY)
+        assert after is not None
+        assert after.refusal is None
 
 
 @pytest.mark.asyncio
