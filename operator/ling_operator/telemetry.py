@@ -134,6 +134,7 @@ class _Snapshot(Collector):
         yield from self._watches()
         if self._leading():
             yield from self._runs()
+            yield from self._attempts()
 
     def _watches(self) -> Iterator[Metric]:
         age = _gauge(
@@ -172,6 +173,22 @@ class _Snapshot(Collector):
             for held in () if status.phase in ENDED else status.health.alerts:
                 alert.add_metric([name, namespace, held.reason], 1)
         yield from (phase, halted, time, alert)
+
+    def _attempts(self) -> Iterator[Metric]:
+        attempt = _gauge("ling_run_attempt", "Attempt that the run is at.", RUN_LABELS)
+        began = _gauge(
+            "ling_run_attempt_start_timestamp_seconds", "When that attempt began.", RUN_LABELS
+        )
+        restarts = _gauge("ling_run_restarts", "Restarts of that attempt.", RUN_LABELS)
+        for (namespace, name), view in self._caches.runs.objects.items():
+            if view.run is None:
+                continue
+            status = view.run.status
+            attempt.add_metric([name, namespace], status.attempt)
+            restarts.add_metric([name, namespace], status.restarts)
+            for newest in status.attempts[-1:]:
+                began.add_metric([name, namespace], newest.start_time.timestamp())
+        yield from (attempt, began, restarts)
 
 
 def _gauge(name: str, text: str, labels: Iterable[str]) -> GaugeMetricFamily:

@@ -236,6 +236,7 @@ async def test_series_of_a_run_come_from_its_status_and_go_with_its_object(
         "sick",
         phase="Halted",
         attempt=1,
+        restarts=2,
         halt=halt,
         conditions=[halted],
         attempts=attempts,
@@ -259,6 +260,11 @@ async def test_series_of_a_run_come_from_its_status_and_go_with_its_object(
         )
         assert stamp is not None
         assert float(stamp[1]) == datetime(2026, 11, 30, 9, tzinfo=UTC).timestamp()
+        began = re.search(rf"ling_run_attempt_start_timestamp_seconds\{{{labels}\}} (\S+)", page)
+        assert began is not None
+        assert float(began[1]) == datetime(2026, 11, 30, 8, tzinfo=UTC).timestamp()
+        assert f"ling_run_attempt{{{labels}}} 1.0" in page
+        assert f"ling_run_restarts{{{labels}}} 2.0" in page
         assert 'ling_operator_watch_age_seconds{kind="pods"}' in page
         path = "/apis/ling.primatrix.io/v1alpha1/namespaces/team/trainingruns"
         await until(lambda: path in api.streams)

@@ -49,7 +49,13 @@ def scrape():
 
 def snapshot(progress: Progress = Progress(), log: dict[str, float] | None = None) -> Snapshot:  # noqa: B008
     return Snapshot(
-        heartbeat=100.0, progress=progress, target_steps=10, checkpoint_step=0, log=log or {}
+        heartbeat=100.0,
+        progress=progress,
+        target_steps=10,
+        checkpoint_step=4,
+        checkpoint_time=90.0,
+        checkpoint_period=20,
+        log=log or {},
     )
 
 
@@ -102,6 +108,14 @@ def test_a_nan_step_is_counted_under_its_signal_and_stays_when_later_steps_are_f
     assert page["ling_last_finite_step", own] == 2
     assert page["ling_nonfinite_steps_consecutive_max", own] == 1
     assert page["ling_tokens_total", own] == 14
+
+
+def test_work_at_risk_is_told_by_the_last_checkpoints_time_and_the_period(scrape):
+    page = scrape(snapshot())
+    own = frozenset({"run=demo", "run_namespace=team"})
+    assert page["ling_last_finite_checkpoint_step", own] == 4
+    assert page["ling_last_checkpoint_timestamp_seconds", own] == 90
+    assert page["ling_checkpoint_period_steps", own] == 20
 
 
 def test_a_nan_loss_is_exported_as_nan(scrape):

@@ -41,6 +41,8 @@ class Snapshot:
       progress: of the run.
       target_steps: steps asked for.
       checkpoint_step: newest committed checkpoint; 0 while there is none.
+      checkpoint_time: when that was seen, or when training began; 0 before.
+      checkpoint_period: steps asked for between checkpoints; 0 where none are made.
       log: the last step's and the last evaluation's log keys; empty before the first of each,
         since a loss of 0 would be a lie.
     """
@@ -49,6 +51,8 @@ class Snapshot:
     progress: Progress
     target_steps: int
     checkpoint_step: int
+    checkpoint_time: float
+    checkpoint_period: int
     log: Mapping[str, float]
 
 
@@ -130,6 +134,8 @@ def _values(snapshot: Snapshot, identity: Identity) -> dict[str, Value]:
         m.LAST_NONFINITE_STEP.name: progress.last_nonfinite_step,
         m.LAST_STEP_TIMESTAMP.name: progress.last_step_time,
         m.LAST_FINITE_CHECKPOINT.name: snapshot.checkpoint_step,
+        m.LAST_CHECKPOINT_TIMESTAMP.name: snapshot.checkpoint_time,
+        m.CHECKPOINT_PERIOD.name: snapshot.checkpoint_period,
         m.CONSECUTIVE_MAX.name: progress.longest_nonfinite_row,
         m.NONFINITE_STEPS.name: nonfinite,
         m.STEPS.name: progress.steps_total,

@@ -179,6 +179,20 @@ LAST_FINITE_CHECKPOINT = Metric(
     unit="step",
     help="Step of the newest committed checkpoint; 0 while there is none.",
 )
+LAST_CHECKPOINT_TIMESTAMP = Metric(
+    name="ling_last_checkpoint_timestamp_seconds",
+    log_key=None,
+    kind=Kind.GAUGE,
+    unit="seconds since the epoch",
+    help="When this process last saw a checkpoint complete, or began to train; 0 before.",
+)
+CHECKPOINT_PERIOD = Metric(
+    name="ling_checkpoint_period_steps",
+    log_key=None,
+    kind=Kind.GAUGE,
+    unit="steps",
+    help="Steps asked for between checkpoints; 0 where none are made.",
+)
 CONSECUTIVE_MAX = Metric(
     name="ling_nonfinite_steps_consecutive_max",
     log_key=None,
@@ -236,6 +250,8 @@ ON_WIRE_ONLY: tuple[Metric, ...] = (
     LAST_NONFINITE_STEP,
     LAST_STEP_TIMESTAMP,
     LAST_FINITE_CHECKPOINT,
+    LAST_CHECKPOINT_TIMESTAMP,
+    CHECKPOINT_PERIOD,
     CONSECUTIVE_MAX,
     NONFINITE_STEPS,
     STEPS,

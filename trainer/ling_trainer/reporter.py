@@ -27,6 +27,7 @@ class Reporter:
         self._config = config
         self._environment = environment
         self._checkpoint_step = 0
+        self._checkpoint_time = 0.0
         self._log: dict[str, float] = {}
         self._evaluation: Mapping[str, float] = {}
         self._journal: Journal | None = None
@@ -63,7 +64,7 @@ class Reporter:
     def begin(self, *, step: int) -> None:
         """Say where the run goes on: after this step, 0 for a new one."""
         self.progress = resumed_at(step)
-        self._checkpoint_step = step
+        self._checkpoint_step, self._checkpoint_time = step, time.time()
         process = self._environment.group.process_id
         self._console = Console(process=process, start=step, target_steps=self._config.steps)
         base = self._config.base_output_directory
@@ -121,7 +122,7 @@ class Reporter:
     def checkpoint_committed(self, step: int) -> None:
         """Show the newest complete checkpoint; 0 while there is none."""
         if step != self._checkpoint_step:
-            self._checkpoint_step = step
+            self._checkpoint_step, self._checkpoint_time = step, time.time()
             self._publish()
 
     def close(self) -> None:
@@ -148,12 +149,17 @@ class Reporter:
             log.warning("step=%d reason=%s value=%s", step, bad.signal, bad.kind)
 
     def _publish(self) -> None:
+        checkpoint = self._config.checkpoint
         self._exporter.publish(
             Snapshot(
                 heartbeat=self._heartbeat,
                 progress=self.progress,
                 target_steps=self._config.steps,
                 checkpoint_step=self._checkpoint_step,
+                checkpoint_time=self._checkpoint_time,
+                checkpoint_period=(
+                    checkpoint.checkpoint_period if checkpoint.enable_checkpointing else 0
+                ),
                 log={**self._log, **self._evaluation},
             )
         )

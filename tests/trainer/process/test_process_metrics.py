@@ -46,6 +46,9 @@ def test_two_processes_export_what_health_metrics_lists(launch):
     assert page["ling_step"][0][1] == 2
     assert page["ling_last_finite_step"][0][1] == 2
     assert page["ling_tokens_total"][0][1] > 0
+    assert page["ling_checkpoint_period_steps"][0][1] == 1
+    saved_at = "ling_last_checkpoint_timestamp_seconds"
+    assert before[saved_at][0][1] < page[saved_at][0][1] <= time.time()
     for samples in page.values():
         for labels, _ in samples:
             assert (labels["run"], labels["run_namespace"]) == ("demo", "team")
