@@ -115,8 +115,8 @@ class LocalPod:
         return PodView(
             name=self.name,
             uid=self.uid,
+            job_set=self.run,
             job_set_uid=self.placement.job_set_uid,
-            run=self.run,
             attempt=self.attempt,
             job_index=0,
             completion_index=self.placement.index,

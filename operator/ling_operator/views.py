@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from ling_operator.api import (
     ATTEMPT_LABEL,
     METRICS_PORT_ANNOTATION,
-    RUN_LABEL,
     HealthPolicy,
     TrainingRun,
     dump,
@@ -20,6 +19,7 @@ from ling_trainer.schema import ConfigError
 type Raw = Mapping[str, Any]
 
 JOB_INDEX_LABEL = "jobset.sigs.k8s.io/job-index"
+JOB_SET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 JOB_SET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
 RESTART_ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 COMPLETION_INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
@@ -76,9 +76,10 @@ class Termination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """One pod of a run, of whatever attempt; also one that is gone, as last seen.
+    """One pod of a JobSet, of whatever attempt; also one that is gone, as last seen.
 
     Attributes:
+      job_set: name of the JobSet; another one may have had it before.
       ip: address of its metrics; None until it runs.
       phase: Pending, Running, Succeeded, Failed or Unknown.
       ready: its trainer's container runs.
@@ -93,8 +94,8 @@ class PodView:
 
     name: str
     uid: str
+    job_set: str
     job_set_uid: str
-    run: str
     attempt: int
     job_index: int
     completion_index: int
@@ -188,8 +189,8 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
     return PodView(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
+        job_set=labels.get(JOB_SET_NAME_LABEL, ""),
         job_set_uid=labels.get(JOB_SET_UID_LABEL, ""),
-        run=labels.get(RUN_LABEL, ""),
         attempt=_int(labels.get(ATTEMPT_LABEL)),
         job_index=_int(labels.get(JOB_INDEX_LABEL)),
         completion_index=_int(labels.get(COMPLETION_INDEX_LABEL)),

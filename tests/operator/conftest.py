@@ -67,8 +67,8 @@ class Scene:
         view = PodView(
             name=f"ling2-slice-job-0-{index}-abcde",
             uid=f"pod-{index}",
+            job_set="ling2",
             job_set_uid="js-1",
-            run="ling2",
             attempt=1,
             job_index=0,
             completion_index=index,
