@@ -31,7 +31,7 @@ lint: $(READY) ## ruff, import-linter, codespell
 	@.venv/bin/ruff check $(CODE)
 	@.venv/bin/ruff format --check $(CODE)
 	@.venv/bin/lint-imports
-	@.venv/bin/codespell operator trainer tests scripts benchmarks docs manifests README.md CONTRIBUTING.md CHANGELOG.md
+	@.venv/bin/codespell operator trainer tests scripts benchmarks docs manifests charts README.md CONTRIBUTING.md CHANGELOG.md
 
 types: $(READY) ## pyright
 	@.venv/bin/pyright
@@ -40,8 +40,9 @@ fmt: $(READY) ## Format the code
 	@.venv/bin/ruff check --fix-only --quiet $(CODE)
 	@.venv/bin/ruff format $(CODE)
 
-manifests: $(READY) ## Write manifests/crd from api.py
+manifests: $(READY) ## Write what is generated: manifests/crd, the chart's CRD and README
 	@$(PY) -m ling_operator.crd
+	@$(PY) scripts/chart_files.py
 
 lock: $(READY) ## Resolve requirements/ again from pyproject.toml
 	@bash scripts/lock.sh
