@@ -256,6 +256,10 @@ def _printer_columns() -> list[Node]:
     wide: list[Node] = [
         {"name": "Attempt", "type": "integer", "jsonPath": ".status.attempt"},
         {"name": "Restarts", "type": "integer", "jsonPath": ".status.restarts"},
+        {"name": "Tokens/s", "type": "integer", "jsonPath": ".status.training.tokensPerSecond"},
+        {"name": "ETA", "type": "string", "jsonPath": ".status.training.estimatedCompletionTime"},
+        {"name": "Checkpoint", "type": "integer", "jsonPath": ".status.lastFiniteCheckpoint"},
+        {"name": "MTTR", "type": "integer", "jsonPath": ".status.mttr.meanSeconds"},
         {"name": "Created", "type": "string", "jsonPath": created},
     ]
     return columns + [{**column, "priority": 1} for column in wide]

@@ -1,12 +1,15 @@
 """What the cluster says about an attempt: pods, restarts, steps, health, into the status. Pure."""
 
 import math
+from datetime import datetime, timedelta
+from statistics import median
 
 from ling_operator.api import (
     ENDED,
     AttemptRecord,
     ConditionType,
     HealthPolicy,
+    HealthState,
     Reason,
     TrainingProgress,
     TrainingRun,
@@ -18,6 +21,8 @@ from ling_operator.runnable import num_hosts
 from ling_operator.verdict import HealthSample, fold
 from ling_operator.views import JobSetView, PodView
 from ling_trainer.schema import ConfigError
+
+_LONGEST_ESTIMATE = timedelta(days=3650)
 
 
 def own_jobset(observed: Observed) -> JobSetView | None:
@@ -157,16 +162,30 @@ def _take_sample(
     if health == status.health:
         return status
     speed = sample.tokens_per_second
+    target = sample.target_steps or status.training.target_steps
     training = TrainingProgress(
         step=health.step,
-        target_steps=sample.target_steps or status.training.target_steps,
+        target_steps=target,
         loss=loss_text(sample.loss) if health.step else None,
         tokens_per_second=round(speed) if speed is not None and math.isfinite(speed) else None,
+        estimated_completion_time=_completion(health, target),
     )
     update: dict[str, object] = {"health": health, "training": training}
     if sample.last_finite_checkpoint:
         update["last_finite_checkpoint"] = sample.last_finite_checkpoint
     return status.model_copy(update=update)
+
+
+def _completion(health: HealthState, target: int | None) -> datetime | None:
+    """Return when the target is reached at the median pace; None before two steps were timed."""
+    paces = health.step_seconds.values
+    if target is None or health.progress_time is None or len(paces) < 2:
+        return None
+    seconds = max(target - health.step, 0) * median(paces)
+    if seconds > _LONGEST_ESTIMATE.total_seconds():
+        return None
+    # Whole seconds: what is left does not change with every page.
+    return (health.progress_time + timedelta(seconds=seconds)).replace(microsecond=0)
 
 
 def _count_restarts(

@@ -46,7 +46,12 @@ def _without_progress(status: TrainingRunStatus) -> TrainingRunStatus:
     return status.model_copy(
         update={
             "training": status.training.model_copy(
-                update={"step": 0, "loss": None, "tokens_per_second": None}
+                update={
+                    "step": 0,
+                    "loss": None,
+                    "tokens_per_second": None,
+                    "estimated_completion_time": None,
+                }
             ),
             "health": status.health.model_copy(update=moving),
             "conditions": tuple(

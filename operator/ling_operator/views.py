@@ -14,6 +14,7 @@ from ling_operator.api import (
     TrainingRun,
     dump,
 )
+from ling_operator.bounded_text import clip
 from ling_trainer.schema import ConfigError
 
 type Raw = Mapping[str, Any]
@@ -23,6 +24,7 @@ JOB_SET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 JOB_SET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
 RESTART_ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 COMPLETION_INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+MESSAGE_BYTES = 512
 TRAINER_CONTAINER = "jax-tpu"
 
 
@@ -85,6 +87,8 @@ class PodView:
       ready: its trainer's container runs.
       exit_code: of the trainer's container; None while it has not ended.
       termination: its last words, None without any.
+      end_reason: the kubelet's word for its end, such as OOMKilled.
+      message: its last words as they stand, shortened.
       deleting: its deletion has begun; it is live until its phase is terminal or it is gone.
       gone: it was deleted; kept for its exit code.
       job_index: slice.
@@ -110,6 +114,8 @@ class PodView:
     termination: Termination | None
     deleting: bool
     gone: bool = False
+    end_reason: str = ""
+    message: str = ""
 
     @property
     def live(self) -> bool:
@@ -205,6 +211,8 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
         termination=parse_termination(ended.get("message", "")),
         deleting="deletionTimestamp" in metadata,
         gone=gone,
+        end_reason=ended.get("reason", ""),
+        message=clip(ended.get("message", ""), MESSAGE_BYTES),
     )
 
 
