@@ -4,7 +4,7 @@ PY := .venv/bin/python
 READY := .venv/.installed
 CODE := operator trainer tests scripts benchmarks
 
-.PHONY: help setup demo test test-fast lint types fmt manifests programs lock clean
+.PHONY: help setup demo test test-fast lint types fmt manifests programs images lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,16 +21,18 @@ programs: $(READY) ## Build the control plane that the tests run against (once)
 	@$(PY) tests/cluster/lingcluster/build.py
 
 test: lint types ## Everything: lint, types, all tests, the real control plane included
+	@bash scripts/install_node_packages.sh || true # without them the tests say what they did not do
 	@$(PY) tests/cluster/lingcluster/build.py || true # without it the cluster tests say so
 	@$(PY) -m pytest
 
 test-fast: $(READY) ## Tests that need neither the control plane nor much time
 	@$(PY) -m pytest -m "not cluster and not slow"
 
-lint: $(READY) ## ruff, import-linter, codespell
+lint: $(READY) ## ruff, import-linter, codespell, hadolint
 	@.venv/bin/ruff check $(CODE)
 	@.venv/bin/ruff format --check $(CODE)
 	@.venv/bin/lint-imports
+	@.venv/bin/hadolint Dockerfile
 	@.venv/bin/codespell operator trainer tests scripts benchmarks docs manifests charts README.md CONTRIBUTING.md CHANGELOG.md
 
 types: $(READY) ## pyright
@@ -39,6 +41,9 @@ types: $(READY) ## pyright
 fmt: $(READY) ## Format the code
 	@.venv/bin/ruff check --fix-only --quiet $(CODE)
 	@.venv/bin/ruff format $(CODE)
+
+images: ## Build both images; BASE, EXTRA, TAG, REPOSITORY: see scripts/build_images.sh
+	@bash scripts/build_images.sh
 
 manifests: $(READY) ## Write what is generated: manifests/crd, the chart's CRD and README
 	@$(PY) -m ling_operator.crd
