@@ -84,6 +84,7 @@ class Controller:
 
     async def _pass(self, key: Key) -> None:
         started = time.monotonic()
+        self._telemetry.wait_seconds.observe(self._queue.waited_seconds(key))
         try:
             async with asyncio.timeout(PASS_SECONDS):
                 result = await self._reconcile(key)
@@ -103,6 +104,10 @@ class Controller:
             self._queue.forget_failures(key)
             return "ok"
         plan = reconcile(observed)
+        if plan.read_log is not None:  # what the plan does takes it away
+            await self._cluster.read_log(key, plan.read_log)
+            observed = await self._cluster.observe(*key) or observed
+            plan = reconcile(observed)
         if plan.status.phase != observed.run.status.phase:
             change = {"phase": plan.status.phase, "before": observed.run.status.phase}
             _log.info("phase", extra={"run": "/".join(key)} | change)

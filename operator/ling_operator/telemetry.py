@@ -49,7 +49,13 @@ class Telemetry:
         self.pass_seconds = Histogram(
             "ling_operator_reconcile_seconds",
             "Seconds of a pass, requests included.",
-            buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 1, 5, 30),
+            buckets=(0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 5, 30),
+            registry=self.registry,
+        )
+        self.wait_seconds = Histogram(
+            "ling_operator_queue_wait_seconds",
+            "Seconds from a change, a page or a timer to the pass that looks at it.",
+            buckets=(0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 5, 30),
             registry=self.registry,
         )
         self.scrapes = Counter(

@@ -24,8 +24,9 @@ class WorkQueue[K: Hashable]:
         self._first_delay_seconds = first_delay_seconds
         self._longest_delay_seconds = longest_delay_seconds
         self._ready: asyncio.Queue[K] = asyncio.Queue()
-        self._dirty: set[K] = set()
+        self._dirty: dict[K, float] = {}  # when it was added
         self._in_progress: dict[K, float] = {}
+        self._waited: dict[K, float] = {}
         self._last_turn = time.monotonic()
         self._timers: dict[K, asyncio.TimerHandle] = {}
         self._failures: dict[K, int] = {}
@@ -51,7 +52,7 @@ class WorkQueue[K: Hashable]:
         """Queue a key; nothing happens if it waits already."""
         if key in self._dirty:
             return
-        self._dirty.add(key)
+        self._dirty[key] = time.monotonic()
         if key not in self._in_progress:
             self._enqueue(key)
 
@@ -90,13 +91,18 @@ class WorkQueue[K: Hashable]:
     async def get(self) -> K:
         """Wait for a key and take it; call done() with it afterwards."""
         key = await self._ready.get()
-        self._dirty.discard(key)
-        self._last_turn = self._in_progress[key] = time.monotonic()
+        now = self._last_turn = self._in_progress[key] = time.monotonic()
+        self._waited[key] = now - self._dirty.pop(key)
         return key
+
+    def waited_seconds(self, key: K) -> float:
+        """Return how long a key that a worker holds had waited for its turn."""
+        return self._waited.get(key, 0.0)
 
     def done(self, key: K) -> None:
         """Give a key back; it is queued again if it was added meanwhile."""
         self._in_progress.pop(key, None)
+        self._waited.pop(key, None)
         if key in self._dirty:
             self._enqueue(key)
 

@@ -44,6 +44,20 @@ def test_a_key_is_never_in_two_hands_and_no_add_is_lost(operations: list[tuple[s
 
 
 @pytest.mark.asyncio
+async def test_what_a_key_waited_counts_from_its_first_add_also_while_a_worker_has_it() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add("a")
+    await queue.get()
+    assert queue.waited_seconds("a") < 0.1
+    queue.add("a")
+    await asyncio.sleep(0.2)
+    queue.add("a")
+    queue.done("a")
+    await queue.get()
+    assert 0.2 <= queue.waited_seconds("a") < 5
+
+
+@pytest.mark.asyncio
 async def test_a_key_added_while_a_worker_has_it_is_taken_once_more_after_done() -> None:
     queue: WorkQueue[str] = WorkQueue()
     queue.add("a")
