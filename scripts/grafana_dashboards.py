@@ -1,0 +1,307 @@
+"""Write the chart's Grafana files: dashboards, and alert rules made of the Prometheus rules.
+
+`python scripts/grafana_dashboards.py` writes them; a test compares the files with what is here.
+"""
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from grafana_panels import COLUMNS, FLEET, ONE_RUN, SELECTED, Panel, Row
+
+type Node = dict[str, Any]
+
+CHART = Path(__file__).parents[1] / "charts" / "ling-operator"
+DATASOURCE: Node = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def dashboard(*, uid: str, title: str, rows: Sequence[Row], one_run: bool) -> Node:
+    """Build a dashboard.
+
+    Args:
+      uid: stays the same for ever; links point at it.
+      title: as listed.
+      rows: from top to bottom.
+      one_run: it has variables for namespace and name, and marks what happened.
+    """
+    return {
+        "uid": uid,
+        "title": title,
+        "tags": ["ling"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": False,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "time": {"from": "now-3h", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": _variables(one_run=one_run)},
+        "annotations": {"list": _annotations() if one_run else []},
+        "panels": list(_layout(rows)),
+    }
+
+
+def _layout(rows: Sequence[Row]) -> Iterator[Node]:
+    number, top = itertools.count(1), 0
+    for row in rows:
+        place = {"h": 1, "w": COLUMNS, "x": 0, "y": top}
+        yield {
+            "id": next(number),
+            "type": "row",
+            "title": row.title,
+            "collapsed": False,
+            "gridPos": place,
+            "panels": [],
+        }
+        top, left, height = top + 1, 0, 0
+        for panel in row.panels:
+            if left + panel.width > COLUMNS:
+                top, left, height = top + height, 0, 0
+            own = 5 if panel.kind in {"stat", "state-timeline"} else 8
+            height = max(height, own)
+            place = {"h": own, "w": panel.width, "x": left, "y": top}
+            yield {"id": next(number), "gridPos": place, **_panel(panel)}
+            left += panel.width
+        top += height
+
+
+def _panel(panel: Panel) -> Node:
+    table = panel.kind == "table"
+    targets = [
+        {
+            "refId": chr(ord("A") + index),
+            "datasource": DATASOURCE,
+            "expr": query.expr,
+            "legendFormat": query.legend,
+            **({"format": "table"} if table else {}),
+            "instant": table,
+            "range": not table,
+        }
+        for index, query in enumerate(panel.queries)
+    ]
+    steps: list[Node] = [{"value": None, "color": "green"}]
+    if panel.bad_from is not None:
+        steps.append({"value": panel.bad_from, "color": "red"})
+    defaults: Node = {
+        "unit": panel.unit,
+        "thresholds": {"mode": "absolute", "steps": steps},
+        "color": {"mode": "thresholds" if panel.kind == "stat" else "palette-classic"},
+    }
+    return {
+        "type": panel.kind,
+        "title": panel.title,
+        **({"description": panel.text} if panel.text else {}),
+        "datasource": DATASOURCE,
+        "targets": targets,
+        "fieldConfig": {"defaults": defaults, "overrides": _names(panel) if table else []},
+        "options": _options(panel),
+        **({"transformations": _TABLE} if table else {}),
+    }
+
+
+_TABLE: list[Node] = [
+    {"id": "merge", "options": {}},
+    {"id": "organize", "options": {"excludeByName": {"Time": True}}},
+]
+
+
+def _names(panel: Panel) -> list[Node]:
+    return [
+        {
+            "matcher": {"id": "byName", "options": f"Value #{chr(ord('A') + index)}"},
+            "properties": [{"id": "displayName", "value": query.legend}],
+        }
+        for index, query in enumerate(panel.queries)
+    ]
+
+
+def _options(panel: Panel) -> Node:
+    if panel.kind == "stat":
+        return {
+            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+            "colorMode": "background" if panel.bad_from is not None else "value",
+            "graphMode": "none",
+            "textMode": "auto",
+            "justifyMode": "auto",
+            "orientation": "auto",
+        }
+    if panel.kind == "state-timeline":
+        return {
+            "mergeValues": True,
+            "showValue": "never",
+            "rowHeight": 0.9,
+            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": False},
+            "tooltip": {"mode": "single", "sort": "none"},
+        }
+    if panel.kind == "table":
+        return {"showHeader": True, "cellHeight": "sm"}
+    return {
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    }
+
+
+def _variables(*, one_run: bool) -> list[Node]:
+    source: Node = {
+        "name": "datasource",
+        "label": "Prometheus",
+        "type": "datasource",
+        "query": "prometheus",
+        "refresh": 1,
+    }
+    # Series of both halves: a halted run has no page, and a run may have no operator.
+    known = '{__name__=~"ling_run_phase|ling_target_steps"%s}'
+    namespace = _variable("run_namespace", "Namespace", known % "")
+    run = _variable("run", "Run", known % ', run_namespace="$run_namespace"')
+    return [source, namespace, run] if one_run else [source]
+
+
+def _variable(name: str, label: str, selector: str) -> Node:
+    query = f"label_values({selector}, {name})"
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": DATASOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,
+        "sort": 1,
+    }
+
+
+def _annotations() -> list[Node]:
+    marks = (
+        ("Step with NaN or Inf", "red", f"changes(ling_last_nonfinite_step{SELECTED}[1m]) > 0"),
+        ("New attempt", "blue", f"changes(ling_run_attempt{SELECTED}[1m]) > 0"),
+    )
+    return [
+        {
+            "name": name,
+            "datasource": DATASOURCE,
+            "enable": True,
+            "iconColor": color,
+            "expr": expr,
+            "titleFormat": name,
+        }
+        for name, color, expr in marks
+    ]
+
+
+_KNOWN_RUNS = "ling_run_phase or ling_heartbeat_timestamp_seconds"
+_ALERT_HEADER = """\
+# Written by `make manifests` from ../rules by scripts/grafana_dashboards.py; do not edit.
+# Alert rules for Grafana's file provisioning, for those who do not alert by Prometheus. Use one.
+# Each query is a finite 1 for what is wrong and 0 for every other run (Grafana takes a NaN for an
+# alert). noDataState OK: no run is no incident, and LingOperatorDown has a value in any case, so
+# that no answer there is an incident. execErrState Error: a Prometheus that does not answer is its
+# own alert and no page for a NaN. datasourceUid is `prometheus`; replace it with yours.
+"""
+
+
+def alert_rules() -> str:
+    """Return the alert rules as Grafana's file provisioning takes them."""
+    groups: list[Node] = []
+    for path in sorted((CHART / "rules").glob("*.yaml")):
+        for group in yaml.safe_load(path.read_text())["groups"]:
+            rules = [_grafana_rule(rule) for rule in group["rules"]]
+            name = {"orgId": 1, "name": group["name"], "folder": "Ling", "interval": "30s"}
+            groups.append({**name, "rules": rules})
+    document = {"apiVersion": 1, "groups": groups}
+    return _ALERT_HEADER + yaml.dump(document, Dumper=_Readable, sort_keys=False, width=99)
+
+
+class _Readable(yaml.SafeDumper):
+    """Writes text of several lines as such."""
+
+
+def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Readable.add_representer(str, _write_text)
+
+
+def _grafana_rule(rule: Node) -> Node:
+    name = rule["alert"]
+    always = "absent(" in rule["expr"]
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]+", name.removeprefix("Ling"))
+    query: Node = {
+        "refId": "A",
+        "relativeTimeRange": {"from": 600, "to": 0},
+        "datasourceUid": "prometheus",
+        "model": {"refId": "A", "instant": True, "range": False, "expr": _zero_or_one(rule)},
+    }
+    threshold: Node = {
+        "refId": "B",
+        "datasourceUid": "__expr__",
+        "model": {
+            "refId": "B",
+            "type": "threshold",
+            "expression": "A",
+            "conditions": [{"evaluator": {"type": "gt", "params": [0]}}],
+        },
+    }
+    annotations = dict(rule["annotations"])
+    if "$value" in annotations["description"]:  # here it is always 1
+        annotations["description"] = _whose(rule) + annotations["summary"]
+    return {
+        "uid": "ling-" + "-".join(words).lower(),
+        "title": name,
+        "condition": "B",
+        "data": [query, threshold],
+        "for": rule["for"],
+        **({"keepFiringFor": rule["keep_firing_for"]} if "keep_firing_for" in rule else {}),
+        "noDataState": "Alerting" if always else "OK",
+        "execErrState": "Error",
+        "labels": rule["labels"],
+        "annotations": annotations,
+    }
+
+
+def _zero_or_one(rule: Node) -> str:
+    """Return 1 for each that the rule is about, 0 for all others that are known."""
+    labels = _labels(rule)
+    by = f"by ({', '.join(labels)}) " if labels else ""
+    others = {"": "ling_operator_leading", "kind": "ling_operator_watch_age_seconds"}
+    known = others.get(",".join(labels), _KNOWN_RUNS)
+    return f"(group {by}(\n{rule['expr'].strip()}\n))\nor 0 * group {by}({known})"
+
+
+def _labels(rule: Node) -> list[str]:
+    """Return the labels of the rule's result: those of its first `by`."""
+    found = re.search(r" by \(([a-z_, ]+)\)", rule["expr"])
+    return found[1].split(", ") if found else []
+
+
+def _whose(rule: Node) -> str:
+    labels = _labels(rule)
+    if "run" in labels:
+        return "Run {{ $labels.run_namespace }}/{{ $labels.run }}: "
+    return "".join(f"{label} {{{{ $labels.{label} }}}}: " for label in labels)
+
+
+def dashboards() -> dict[str, str]:
+    """Return each dashboard's file name and text."""
+    built = (
+        dashboard(uid="ling-fleet", title="Ling / Fleet", rows=FLEET, one_run=False),
+        dashboard(uid="ling-run", title="Ling / Run", rows=ONE_RUN, one_run=True),
+    )
+    return {f"{each['uid']}.json": json.dumps(each, indent=1) + "\n" for each in built}
+
+
+def main() -> None:
+    """Write the files."""
+    for name, text in dashboards().items():
+        (CHART / "dashboards" / name).write_text(text)
+    (CHART / "grafana" / "alert-rules.yaml").write_text(alert_rules())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
