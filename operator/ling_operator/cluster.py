@@ -18,11 +18,14 @@ from ling_operator.plan import (
     CreateJobSet,
     DeleteJobSet,
     Event,
+    LogSource,
+    LogTail,
     Observed,
     Plan,
     SetSuspend,
     SetWorkloadActive,
 )
+from ling_operator.pod_logs import LogReader
 from ling_operator.reflector import Key
 from ling_operator.rest import ApiError, JsonObject, RestClient
 from ling_operator.scrape import ScrapeFailure
@@ -76,6 +79,8 @@ class Cluster:
         self._problems: dict[Key, str] = {}
         self._heartbeats: dict[Key, dict[tuple[str, int], Heartbeat]] = {}
         self._told: dict[Key, set[str]] = {}
+        self._log_reader = LogReader(client)
+        self._logs: dict[Key, LogTail] = {}
 
     def record(self, key: Key, result: HealthSample | ScrapeFailure) -> None:
         """Take the outcome of a scrape: the next observation has it."""
@@ -95,6 +100,10 @@ class Cluster:
         kept = {k: b for k, b in self._heartbeats.get(key, {}).items() if k[0] in uids}
         self._heartbeats[key] = kept
         return tuple(kept.values())
+
+    async def read_log(self, key: Key, source: LogSource) -> None:
+        """Read what a plan asks for, or why it cannot be read: the next observation has it."""
+        self._logs[key] = await self._log_reader.tail(key[0], source)
 
     async def observe(self, namespace: str, name: str) -> Observed | None:
         """Return all that a decision about a run rests on; None if there is no such run.
@@ -124,6 +133,7 @@ class Cluster:
             scrape_problem=self._problems.get(key),
             create_error=message if attempt == run.spec.attempt else None,
             refusal=self.refusal(key),
+            log=self._logs.get(key),
             now=self._now(),
         )
 
@@ -138,6 +148,7 @@ class Cluster:
         creates = any(isinstance(action, CreateJobSet) for action in plan.actions)
         if creates or plan.status != observed.run.status:
             await self._write_status(key, observed, plan)
+            self._logs.pop(key, None)
         answers = [await self._try(key, observed, e) for e in (*plan.actions, *plan.events)]
         refusals = [answer for answer in answers if answer is not None]
         self._denied.pop(key, None)
@@ -285,6 +296,7 @@ class Cluster:
             self._problems,
             self._heartbeats,
             self._told,
+            self._logs,
         )
         for memory in memories:
             memory.pop(key, None)

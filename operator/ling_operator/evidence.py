@@ -34,7 +34,7 @@ def log_to_read(observed: Observed, status: TrainingRunStatus) -> LogSource | No
     pod = _process_zero(attempt_pods(observed.pods, status))
     if pod is None or (observed.log is not None and observed.log.uid == pod.uid):
         return None
-    return LogSource(pod.name, pod.uid)
+    return LogSource(pod.name, pod.uid, pod.container)
 
 
 def keep_evidence(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:

@@ -15,11 +15,14 @@ from ling_operator.local_jobset import LocalJobSet
 from ling_operator.plan import (
     CreateJobSet,
     DeleteJobSet,
+    LogSource,
+    LogTail,
     Observed,
     Plan,
     SetSuspend,
     SetWorkloadActive,
 )
+from ling_operator.pod_logs import tail_of_file
 from ling_operator.processes import Machine
 from ling_operator.progress import scrape_target
 from ling_operator.reconcile import reconcile
@@ -60,6 +63,7 @@ class LocalCluster:
         self._directory = directory
         self._machine = machine
         self._problem: str | None = None
+        self._log: LogTail | None = None
         saved = directory.load(JOBSET)
         self._jobset = LocalJobSet.load(saved, machine) if saved is not None else None
 
@@ -87,6 +91,7 @@ class LocalCluster:
             jobs=(name,) if jobset is not None and jobset.live else (),
             sample=self.sample,
             scrape_problem=self._problem,
+            log=self._log,
             now=datetime.now(UTC),
         )
 
@@ -111,6 +116,12 @@ class LocalCluster:
                         self._jobset.delete()
                 case SetWorkloadActive():
                     pass  # nothing is queued here
+
+    def read_log(self, source: LogSource) -> None:
+        """Read the end of a process's output."""
+        pods = self._jobset.pods if self._jobset is not None else []
+        log = next((pod.log for pod in pods if pod.uid == source.uid), None)
+        self._log = tail_of_file(source, log)
 
     def advance(self) -> None:
         """Let the JobSet do its next thing, and save it."""
@@ -230,6 +241,10 @@ async def _play(cluster: LocalCluster, display: Display) -> None:
             if observed is None or scraper.done():
                 break
             plan = reconcile(observed)
+            if plan.read_log is not None:
+                cluster.read_log(plan.read_log)
+                observed = await cluster.observe(metadata.namespace, metadata.name) or observed
+                plan = reconcile(observed)
             await cluster.execute(observed, plan)
             display.show(cluster.run.status, _of_live_pod(cluster.sample, observed))
             if _at_rest(cluster, plan):

@@ -19,6 +19,7 @@ class LogSource:
 
     pod: str
     uid: str
+    container: str
 
 
 @dataclass(frozen=True, slots=True)

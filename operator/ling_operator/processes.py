@@ -16,7 +16,14 @@ from typing import Any
 
 from ling_operator import tethered
 from ling_operator.api import ATTEMPT_LABEL, METRICS_PORT_ANNOTATION, RUN_LABEL
-from ling_operator.views import COMPLETION_INDEX_LABEL, JOB_INDEX_LABEL, PodView, parse_termination
+from ling_operator.bounded_text import clip
+from ling_operator.views import (
+    COMPLETION_INDEX_LABEL,
+    JOB_INDEX_LABEL,
+    MESSAGE_BYTES,
+    PodView,
+    parse_termination,
+)
 from ling_trainer.schema import ConfigError
 
 type Manifest = Mapping[str, Any]
@@ -130,6 +137,7 @@ class LocalPod:
             exit_code=self.exit_code,
             termination=None if self.live else parse_termination(self.last_words()),
             deleting=self.asked_to_stop is not None,
+            message="" if self.live else clip(self.last_words(), MESSAGE_BYTES),
         )
 
     def last_words(self) -> str:

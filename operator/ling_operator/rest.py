@@ -209,7 +209,7 @@ class RestClient:
         async with self._send(
             method, path, params=params, body=body, content_type=content_type, timeout=timeout
         ) as answer:
-            return await answer.text()
+            return await answer.text(errors="replace")  # a log may hold anything
 
     @asynccontextmanager
     async def _send(

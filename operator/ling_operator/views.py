@@ -89,6 +89,7 @@ class PodView:
       termination: its last words, None without any.
       end_reason: the kubelet's word for its end, such as OOMKilled.
       message: its last words as they stand, shortened.
+      container: name of the trainer's container, the first of several.
       deleting: its deletion has begun; it is live until its phase is terminal or it is gone.
       gone: it was deleted; kept for its exit code.
       job_index: slice.
@@ -116,6 +117,7 @@ class PodView:
     gone: bool = False
     end_reason: str = ""
     message: str = ""
+    container: str = TRAINER_CONTAINER
 
     @property
     def live(self) -> bool:
@@ -213,6 +215,7 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
         gone=gone,
         end_reason=ended.get("reason", ""),
         message=clip(ended.get("message", ""), MESSAGE_BYTES),
+        container=str(trainers[0]["name"]) if trainers else TRAINER_CONTAINER,
     )
 
 

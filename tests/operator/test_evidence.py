@@ -24,7 +24,7 @@ def nan_seen(scene: Any, run: TrainingRun, **world: Any) -> Any:
 def test_a_halt_asks_for_process_zeros_log_and_is_whole_without_it(scene: Any) -> None:
     observed = nan_seen(scene, scene.running(health=PAGE_HALT))
     plan = scene.reconcile(observed)
-    assert plan.read_log == LogSource("ling2-slice-job-0-0-abcde", "pod-0")
+    assert plan.read_log == LogSource("ling2-slice-job-0-0-abcde", "pod-0", "jax-tpu")
     assert isinstance(plan.actions[0], SetSuspend)
     assert evidence_of(plan).log_problem == "not read"
 
@@ -58,7 +58,7 @@ def test_a_log_is_of_the_newest_process_zero_that_has_started(scene: Any) -> Non
     observed = scene.observed(
         run, jobset=scene.jobset(restarts=1), pods=(old, new, pending), sample=sample
     )
-    assert scene.reconcile(observed).read_log == LogSource("new", "new")
+    assert scene.reconcile(observed).read_log == LogSource("new", "new", "jax-tpu")
 
 
 def test_ends_that_tell_something_are_kept_divergence_first(scene: Any) -> None:
@@ -95,7 +95,7 @@ def test_a_failed_attempt_leaves_evidence_and_a_complete_one_does_not(scene: Any
     run = scene.running()
     failed = replace(scene.exited(3, 0, message="no such file"), message="no such file")
     plan = scene.reconcile(scene.observed(run, jobset=scene.jobset(), pods=(failed, scene.pod(1))))
-    assert plan.read_log == LogSource(failed.name, "pod-0")
+    assert plan.read_log == LogSource(failed.name, "pod-0", "jax-tpu")
     assert evidence_of(plan).ended[0].message == "no such file"
 
     done = tuple(scene.exited(0, i) for i in range(2))
