@@ -43,6 +43,11 @@ class RunView:
     run: TrainingRun | None
     problem: str | None
 
+    @property
+    def version(self) -> str | None:
+        """The object's resourceVersion."""
+        return self.run.metadata.resource_version if self.run is not None else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapeJob:

@@ -36,6 +36,7 @@ from ling_trainer.schema import ConfigError
 OLDEST_EVENT = timedelta(minutes=50)  # the API server keeps events for an hour
 _CREATED_SECONDS = 30.0
 _NOTE_BYTES = 1024
+_REPLACED_KEPT = 16
 _REPORTER = f"{GROUP}/ling-operator"
 
 _log = logging.getLogger(__name__)
@@ -43,9 +44,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Our own status write, until the watch brings it: the cache's version before, and after."""
+    """Our own status writes, until the watch brings them.
 
-    before: str
+    While a watch is silent one follows another: each needs the version that the last one made.
+
+    Attributes:
+      before: versions of the object that we replaced, the oldest first.
+      after: the object as of the last write.
+    """
+
+    before: tuple[str, ...]
     after: RunView
 
 
@@ -180,7 +188,7 @@ class Cluster:
         written = self._written.get(key)
         if seen is None or written is None:
             return seen
-        if seen.run is not None and seen.run.metadata.resource_version == written.before:
+        if seen.run is not None and seen.run.metadata.resource_version in written.before:
             return written.after
         del self._written[key]
         return seen
@@ -212,7 +220,13 @@ class Cluster:
         }
         path = f"{_runs(metadata.namespace)}/{metadata.name}/status"
         after = view_run(await self._client.put(path, body))
-        self._written[key] = _Written(before=metadata.resource_version, after=after)
+        earlier = self._written.get(key)
+        replaced: tuple[str, ...] = ()
+        if earlier is not None and earlier.after.version == metadata.resource_version:
+            # The cache still holds the first of them; of the rest a few will do.
+            replaced = (*earlier.before[:1], *earlier.before[1:][-_REPLACED_KEPT:])
+        before = (*replaced, metadata.resource_version)
+        self._written[key] = _Written(before=before, after=after)
 
     async def _act(self, key: Key, run: TrainingRun, action: Action) -> None:
         jobsets = collection(JOBSET_GROUP, "jobsets", run.metadata.namespace)

@@ -121,7 +121,8 @@ class Controller:
 
     def _refused(self, key: Key, error: ApiError) -> str:
         if error.is_conflict:
-            self._queue.add_after(key, _CONFLICT_SECONDS)
+            # While a watch is dead its news does not come, so that this backs off as well.
+            self._queue.add_failed(key, first_delay_seconds=_CONFLICT_SECONDS)
             return "conflict"
         delay = self._queue.add_failed(key)
         problem = {"run": "/".join(key), "error": str(error), "retry_seconds": delay}

@@ -70,17 +70,20 @@ class WorkQueue[K: Hashable]:
             timer.cancel()
         self._timers[key] = loop.call_at(when, self._expire, key)
 
-    def add_failed(self, key: K) -> float:
+    def add_failed(self, key: K, *, first_delay_seconds: float | None = None) -> float:
         """Queue a key again after a failed pass; each failure in a row doubles the delay.
+
+        Args:
+          key: to queue.
+          first_delay_seconds: where it is not the queue's own.
 
         Returns: The delay in seconds.
         """
+        first = self._first_delay_seconds if first_delay_seconds is None else first_delay_seconds
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         # The exponent is bounded: 2.0 ** 1024 overflows after a day of failures.
-        delay = min(
-            self._first_delay_seconds * 2.0 ** min(failures, 30), self._longest_delay_seconds
-        )
+        delay = min(first * 2.0 ** min(failures, 30), self._longest_delay_seconds)
         self.add_after(key, delay)
         return delay
 

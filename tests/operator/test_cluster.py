@@ -399,6 +399,34 @@ async def test_what_we_wrote_is_observed_before_the_watch_brings_it(scene: Any) 
 
 
 @pytest.mark.asyncio
+async def test_while_the_watch_is_silent_each_status_write_follows_the_last_one(
+    scene: Any,
+) -> None:
+    async with world(scene, watching=True, runs=[stored_run(scene)]) as w:
+        first = await w.cluster.observe(*KEY)
+        assert first is not None
+        versions = [first.run.metadata.resource_version]
+        for restarts in range(1, 41):
+            observed = await w.cluster.observe(*KEY)
+            assert observed is not None
+            status = observed.run.status.model_copy(update={"restarts": restarts})
+            await w.cluster.execute(observed, Plan(status=status))
+            after = await w.cluster.observe(*KEY)
+            assert after is not None
+            assert after.run.status.restarts == restarts
+            versions.append(after.run.metadata.resource_version)
+        sent = [request.body["metadata"]["resourceVersion"] for request in w.api.writes]
+        assert sent == versions[:-1]
+        late = stored_run(scene)
+        late["metadata"]["resourceVersion"] = "999"
+        w.api.send(RUNS, "MODIFIED", late)
+        await until(lambda: w.caches.runs.objects[KEY].version == "999")
+        newest = await w.cluster.observe(*KEY)
+        assert newest is not None
+        assert newest.run.metadata.resource_version == "999", "somebody else has written"
+
+
+@pytest.mark.asyncio
 async def test_a_deleted_pod_is_remembered_if_its_exit_code_is_evidence(scene: Any) -> None:
     pods = [pod("diverged"), pod("paused"), pod("running", phase="Running")]
     async with world(scene, watching=True, runs=[stored_run(scene)], pods=pods) as w:
