@@ -129,13 +129,21 @@ def _options(panel: Panel) -> Node:
             "textMode": "auto",
             "justifyMode": "auto",
             "orientation": "auto",
+            "percentChangeColorMode": "standard",
+            "showPercentChange": False,
+            "wideLayout": True,
         }
     if panel.kind == "state-timeline":
         return {
             "mergeValues": True,
             "showValue": "never",
             "rowHeight": 0.9,
-            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": False},
+            "legend": {
+                "displayMode": "list",
+                "placement": "bottom",
+                "showLegend": False,
+                "calcs": [],
+            },
             "tooltip": {"mode": "single", "sort": "none"},
         }
     if panel.kind == "table":
@@ -168,7 +176,6 @@ def _variable(name: str, label: str, selector: str) -> Node:
         "label": label,
         "type": "query",
         "datasource": DATASOURCE,
-        "definition": query,
         "query": {"query": query, "refId": name},
         "refresh": 2,
         "sort": 1,
@@ -186,8 +193,7 @@ def _annotations() -> list[Node]:
             "datasource": DATASOURCE,
             "enable": True,
             "iconColor": color,
-            "expr": expr,
-            "titleFormat": name,
+            "target": {"refId": "Anno", "expr": expr},
         }
         for name, color, expr in marks
     ]
