@@ -13,13 +13,15 @@ class TpuSlice(Schema):
     """TPU slices, all of one shape."""
 
     accelerator: Annotated[str, Field(min_length=1, max_length=63)]
-    """GKE's label value (tpu-v5p-slice) or a type that names the size too (v5p-32)."""
+    """GKE's label value (tpu-v5p-slice) or XPK's type, which names the size (v5p-32)."""
     topology: Annotated[str, Field(pattern=r"^[0-9]+x[0-9]+(x[0-9]+)?$", max_length=15)] | None = (
         None
     )
     """Chips along each axis, such as 2x4 or 2x2x4. A type like v5p-32 needs none."""
     slices: Annotated[int, Field(ge=1, le=1024)] = 1
     """Slices joined over the data-centre network."""
+    parallel_containers: Annotated[int, Field(ge=1, le=2)] = 1
+    """Trainer containers a host, which share its chips; 2 is for tpu7x: a process a core."""
 
 
 class CpuHosts(Schema):

@@ -174,7 +174,7 @@ class Caches:
         return _scrape_job(key, pod, seconds) if pod is not None else None
 
     def heartbeat_jobs(self, key: Key, interval_seconds: float) -> tuple[ScrapeJob, ...]:
-        """Say where to read the heartbeats of a run's hosts; none for a run of one host."""
+        """Say where to read the heartbeats of a run's hosts; none for a run of one process."""
         view, pods = self.runs.objects.get(key), self._pods.get(self.jobset_key(key))
         if view is None or view.run is None or not pods:
             return ()
@@ -184,7 +184,8 @@ class Caches:
             for pod in targets
             for container in range(pod.containers)
         )
-        return tuple(job for job in jobs if job is not None)
+        found = tuple(job for job in jobs if job is not None)
+        return found if len(found) > 1 else ()
 
     async def _find_workloads(self, client: RestClient, namespace: str | None) -> str:
         """Return where Workloads are, in the version that the API server prefers.

@@ -56,10 +56,12 @@ class Heartbeat:
       pod_uid: the pod that was asked.
       read_time: when its page was read.
       time: the heartbeat on it.
+      container: of the trainer's on the host, from 0.
     """
 
     host: str
     pod_uid: str
+    container: int = 0
     read_time: datetime
     time: datetime
 

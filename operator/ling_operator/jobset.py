@@ -14,14 +14,20 @@ from ling_operator.api import (
     dump,
 )
 from ling_operator.pod_template import build_pod_template, labels_of
-from ling_operator.runnable import REPLICATED_JOB, metrics_port, num_hosts, require_runnable
-from ling_operator.views import TRAINER_CONTAINER
+from ling_operator.runnable import (
+    REPLICATED_JOB,
+    metrics_port,
+    num_hosts,
+    require_runnable,
+    trainer_containers,
+)
+from ling_operator.views import FINAL_EXIT_CODES, RESTART_EXIT_CODES
 from ling_operator.workload import QUEUE_LABEL
 
 type Manifest = dict[str, Any]
 
-FINAL_EXIT_CODES = (2, 3, 4, 5, 90)
-RESTART_EXIT_CODES = (42, 134, 143)
+EXCLUSIVE_TOPOLOGY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+NODE_POOL_LABEL = "cloud.google.com/gke-nodepool"
 
 
 def build_jobset(run: TrainingRun, *, attempt: int, restore_before_step: int | None) -> Manifest:
@@ -37,14 +43,18 @@ def build_jobset(run: TrainingRun, *, attempt: int, restore_before_step: int | N
     """
     require_runnable(run)
     name, template = run.metadata.name, run.spec.template
-    annotations = template.annotations | {
-        METRICS_PORT_ANNOTATION: str(metrics_port(run)),
-        TEMPLATE_HASH_ANNOTATION: template_hash(run.spec),
-    }
-    if run.spec.tpu is not None:
-        annotations["alpha.jobset.sigs.k8s.io/exclusive-topology"] = (
-            "cloud.google.com/gke-nodepool"
-        )
+    # A slice to a node pool; nodes that are grouped by another label, or by none, have it said.
+    placement = {EXCLUSIVE_TOPOLOGY: NODE_POOL_LABEL} if run.spec.tpu is not None else {}
+    annotations = (
+        placement
+        | template.annotations
+        | {
+            METRICS_PORT_ANNOTATION: str(metrics_port(run)),
+            TEMPLATE_HASH_ANNOTATION: template_hash(run.spec),
+        }
+    )
+    if not annotations.get(EXCLUSIVE_TOPOLOGY):
+        annotations.pop(EXCLUSIVE_TOPOLOGY, None)
     spec: Manifest = {
         # Kueue un-suspends it once admitted. Without Kueue it waits: it must not jump the queue.
         "suspend": run.spec.queue is not None,
@@ -134,8 +144,8 @@ def _replicated_job(run: TrainingRun, attempt: int, restore_before_step: int | N
                             "action": "Ignore",
                             "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
                         },
-                        _fail_job(FINAL_EXIT_CODES),
-                        _fail_job(RESTART_EXIT_CODES),
+                        *_fail_job(spec, FINAL_EXIT_CODES),
+                        *_fail_job(spec, RESTART_EXIT_CODES),
                     ]
                 },
                 "template": build_pod_template(run, attempt, restore_before_step),
@@ -144,6 +154,12 @@ def _replicated_job(run: TrainingRun, attempt: int, restore_before_step: int | N
     }
 
 
-def _fail_job(codes: tuple[int, ...]) -> Manifest:
-    on_codes = {"containerName": TRAINER_CONTAINER, "operator": "In", "values": list(codes)}
-    return {"action": "FailJob", "onExitCodes": on_codes}
+def _fail_job(spec: TrainingRunSpec, codes: tuple[int, ...]) -> list[Manifest]:
+    """Return a rule for each trainer container: one without a name would count sidecars too."""
+    return [
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": name, "operator": "In", "values": list(codes)},
+        }
+        for name in trainer_containers(spec)
+    ]

@@ -8,17 +8,18 @@ from ling_operator.runnable import (
     REPLICATED_JOB,
     XPK_LABEL,
     metrics_port,
+    num_hosts,
     run_config_json,
+    trainer_containers,
 )
 from ling_operator.tpu import SliceShape, slice_shape
-from ling_operator.views import TRAINER_CONTAINER
 
 type Manifest = dict[str, Any]
 
 COORDINATOR_PORT = 8476
 DEFAULT_COMMAND = ("python3", "-m", "ling_trainer")
 
-_SHARED_MEMORY = {"name": "dshm", "mountPath": "/dev/shm"}  # noqa: S108 - not a file of ours
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - not a file of ours
 _JOB_INDEX = "metadata.labels['jobset.sigs.k8s.io/job-index']"
 _COMPLETION_INDEX = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 
@@ -30,6 +31,8 @@ def build_pod_template(
     template = run.spec.template
     annotations = template.annotations | {METRICS_PORT_ANNOTATION: str(metrics_port(run))}
     shape = slice_shape(run.spec.tpu) if run.spec.tpu is not None else None
+    mounted = {mount.get("mountPath") for mount in template.volume_mounts}
+    needs_memory = shape is not None and _SHARED_MEMORY not in mounted
     spec: Manifest = {
         "restartPolicy": "Never",
         "schedulerName": "default-scheduler",
@@ -41,9 +44,15 @@ def build_pod_template(
             *([{"key": "google.com/tpu", "operator": "Exists"}] if shape else []),
             *template.tolerations,
         ],
-        "containers": [_container(run, attempt, restore_before_step, shape), *template.sidecars],
+        "containers": [
+            *(
+                _container(run, attempt, restore_before_step, index, needs_memory=needs_memory)
+                for index in range(len(trainer_containers(run.spec)))
+            ),
+            *template.sidecars,
+        ],
         "volumes": [
-            *([{"name": "dshm", "emptyDir": {"medium": "Memory"}}] if shape else []),
+            *([{"name": "dshm", "emptyDir": {"medium": "Memory"}}] if needs_memory else []),
             *template.volumes,
         ],
     }
@@ -61,17 +70,25 @@ def build_pod_template(
 
 
 def _container(
-    run: TrainingRun, attempt: int, restore_before_step: int | None, shape: SliceShape | None
+    run: TrainingRun,
+    attempt: int,
+    restore_before_step: int | None,
+    index: int,
+    *,
+    needs_memory: bool,
 ) -> Manifest:
+    """Build one trainer container; several of a pod share its chips and take a port each."""
     spec, template = run.spec, run.spec.template
+    shape = slice_shape(spec.tpu) if spec.tpu is not None else None
+    shared_memory = [{"name": "dshm", "mountPath": _SHARED_MEMORY}] if needs_memory else []
     container: Manifest = {
-        "name": TRAINER_CONTAINER,
+        "name": trainer_containers(spec)[index],
         "image": spec.image,
         "command": list(spec.command or DEFAULT_COMMAND),
         "args": list(spec.args),
-        "env": _environment(run, attempt, restore_before_step),
+        "env": _environment(run, attempt, restore_before_step, index),
         "resources": _resources(template.resources, shape),
-        "volumeMounts": [*([_SHARED_MEMORY] if shape else []), *template.volume_mounts],
+        "volumeMounts": [*shared_memory, *template.volume_mounts],
         "securityContext": {"privileged": template.privileged},
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "File",
@@ -81,22 +98,25 @@ def _container(
     if template.host_network:
         # Declared, it is a host port: the scheduler then keeps a second trainer off the node,
         # whose metrics would be read as this run's. Off hostNetwork nothing needs it.
-        port = metrics_port(run)
-        container["ports"] = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}]
+        name = "metrics" if index == 0 else f"metrics-{index + 1}"
+        port = metrics_port(run) + index
+        container["ports"] = [{"name": name, "containerPort": port, "protocol": "TCP"}]
     return container
 
 
 def _resources(resources: Mapping[str, Any], shape: SliceShape | None) -> Manifest:
     if shape is None:
         return dict(resources)
-    chips = {"google.com/tpu": shape.chips_per_host}
+    chips = {"google.com/tpu": shape.chips_per_host // shape.containers}
     return {**resources, "limits": {**resources.get("limits", {}), **chips}}
 
 
 def _environment(
-    run: TrainingRun, attempt: int, restore_before_step: int | None
+    run: TrainingRun, attempt: int, restore_before_step: int | None, container: int
 ) -> list[Manifest]:
     spec, name = run.spec, run.metadata.name
+    containers, slices = len(trainer_containers(spec)), spec.tpu.slices if spec.tpu else 1
+    processes = num_hosts(spec) * containers
     values = {
         "LING_RUN": name,
         "LING_RUN_NAMESPACE": run.metadata.namespace,
@@ -109,12 +129,17 @@ def _environment(
         values["LING_RESTORE_BEFORE_STEP"] = str(restore_before_step)
     if spec.cpu is not None:
         values["JAX_PLATFORMS"] = "cpu"
-    if spec.cpu is not None and spec.cpu.processes > 1:
+    if processes > 1:
+        # On TPUs too: nobody else says it where the cluster is not GKE, whose own variables
+        # (TPU_*, MEGASCALE_*), of the same places, are left to GKE.
         address = f"{name}-{REPLICATED_JOB}-0-0.{name}:{COORDINATOR_PORT}"
         values["LING_COORDINATOR_ADDRESS"] = address
-        values["LING_NUM_PROCESSES"] = str(spec.cpu.processes)
-        values["LING_HOSTS_PER_SLICE"] = str(spec.cpu.processes)
+        values["LING_NUM_PROCESSES"] = str(processes)
+        values["LING_HOSTS_PER_SLICE"] = str(num_hosts(spec) // slices)
         fields |= {"LING_SLICE_INDEX": _JOB_INDEX, "LING_HOST_INDEX": _COMPLETION_INDEX}
+    if containers > 1:
+        values["LING_CONTAINERS_PER_HOST"] = str(containers)
+        values["LING_CONTAINER_INDEX"] = str(container)
     users = {str(variable.get("name")) for variable in spec.template.env}
     return [
         *({"name": n, "value": value} for n, value in values.items() if n not in users),

@@ -24,6 +24,7 @@ _OWN_ENV = frozenset({
     "LING_RUN_CONFIG", "LING_RUN", "LING_RUN_NAMESPACE", "LING_ATTEMPT",
     "LING_RESTORE_BEFORE_STEP", "LING_COORDINATOR_ADDRESS", "LING_NUM_PROCESSES",
     "LING_HOSTS_PER_SLICE", "LING_SLICE_INDEX", "LING_HOST_INDEX", "LING_CONTAINER_INDEX",
+    "LING_CONTAINERS_PER_HOST",
     "POD_UID", "POD_IP",
 })  # fmt: skip
 
@@ -57,6 +58,14 @@ def num_hosts(spec: TrainingRunSpec) -> int:
     return spec.cpu.processes if spec.cpu is not None else 0
 
 
+def trainer_containers(spec: TrainingRunSpec) -> tuple[str, ...]:
+    """Return the names of the trainer's containers of a pod: XPK's."""
+    count = spec.tpu.parallel_containers if spec.tpu is not None else 1
+    if count == 1:
+        return (TRAINER_CONTAINER,)
+    return tuple(f"{TRAINER_CONTAINER}-{index + 1}" for index in range(count))
+
+
 def run_settings(run: TrainingRun) -> dict[str, Any]:
     """Return the trainer's settings: the user's, with the object's name and health rules.
 
@@ -80,7 +89,7 @@ def run_config_json(run: TrainingRun) -> str:
 
 
 def metrics_port(run: TrainingRun) -> int:
-    """Return the port of the trainer's metrics."""
+    """Return the port of the trainer's metrics; of its first container, where it has several."""
     if not run.spec.run:
         return DEFAULT_PORT
     return resolve(run_settings(run)).metrics.metrics_port
@@ -183,10 +192,8 @@ def _template_problems(spec: TrainingRunSpec) -> list[str]:
     ]
     if not isinstance(template.resources.get("limits", {}), dict):
         lines.append("spec.template.resources.limits is no mapping; write name: quantity")
-    taken = {
-        "dshm": template.volumes,
-        TRAINER_CONTAINER: (*template.sidecars, *template.init_containers),
-    }
+    others = (*template.sidecars, *template.init_containers)
+    taken = {"dshm": template.volumes} | dict.fromkeys(trainer_containers(spec), others)
     lines += [
         f"spec.template: the name {name} is taken by the operator; choose another"
         for name, items in taken.items()

@@ -1,6 +1,7 @@
 """The few fields of a JobSet and of its pods that decisions rest on, read from raw objects."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,6 +27,10 @@ RESTART_ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 COMPLETION_INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 MESSAGE_BYTES = 512
 TRAINER_CONTAINER = "jax-tpu"
+"""Name of the trainer's container; several of a pod are jax-tpu-1, jax-tpu-2, as XPK has them."""
+DIVERGED_EXIT_CODE = 90
+FINAL_EXIT_CODES = (2, 3, 4, 5, DIVERGED_EXIT_CODE)
+RESTART_EXIT_CODES = (42, 134, 143)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +89,11 @@ class PodView:
       job_set: name of the JobSet; another one may have had it before.
       ip: address of its metrics; None until it runs.
       phase: Pending, Running, Succeeded, Failed or Unknown.
-      ready: its trainer's container runs.
-      exit_code: of the trainer's container; None while it has not ended.
+      metrics_port: of its first trainer container; the others' follow.
+      containers: of the trainer.
+      ready: they run.
+      exit_code: of the trainer's container; None while it has not ended. Of several the gravest:
+        divergence first, then what no restart helps; 0 only when all have ended so.
       termination: its last words, None without any.
       end_reason: the kubelet's word for its end, such as OOMKilled.
       message: its last words as they stand, shortened.
@@ -118,6 +126,7 @@ class PodView:
     end_reason: str = ""
     message: str = ""
     container: str = TRAINER_CONTAINER
+    containers: int = 1
 
     @property
     def live(self) -> bool:
@@ -192,8 +201,9 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
     """Read a pod as the API server returns it; gone marks one from a DELETED watch event."""
     metadata, spec, status = (_map(raw, key) for key in ("metadata", "spec", "status"))
     labels, annotations = _map(metadata, "labels"), _map(metadata, "annotations")
-    state = _trainer_state(status)
-    ended = _map(state, "terminated")
+    states = _trainer_states(status)
+    ended = _gravest_end(states)
+    trainers = [c for c in _list(spec, "containers") if is_trainer(str(c.get("name")))]
     return PodView(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
@@ -208,7 +218,7 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
         host_network=bool(spec.get("hostNetwork", False)),
         metrics_port=_int(annotations.get(METRICS_PORT_ANNOTATION)),
         phase=status.get("phase", "Pending"),
-        ready="running" in state,
+        ready=bool(states) and all("running" in state for state in states),
         exit_code=ended.get("exitCode"),
         termination=parse_termination(ended.get("message", "")),
         deleting="deletionTimestamp" in metadata,
@@ -216,6 +226,7 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
         end_reason=ended.get("reason", ""),
         message=clip(ended.get("message", ""), MESSAGE_BYTES),
         container=str(trainers[0]["name"]) if trainers else TRAINER_CONTAINER,
+        containers=max(len(trainers), 1),
     )
 
 
@@ -239,11 +250,31 @@ def parse_termination(text: str) -> Termination | None:
     )
 
 
-def _trainer_state(status: Raw) -> Raw:
-    for container in _list(status, "containerStatuses"):
-        if container.get("name") == TRAINER_CONTAINER:
-            return _map(container, "state")
-    return {}
+def is_trainer(container: str) -> bool:
+    """Tell whether a container of this name is the trainer's, or one of the trainer's."""
+    return re.fullmatch(rf"{TRAINER_CONTAINER}(-[0-9]+)?", container) is not None
+
+
+def _trainer_states(status: Raw) -> list[Raw]:
+    containers = _list(status, "containerStatuses")
+    return [_map(c, "state") for c in containers if is_trainer(str(c.get("name")))]
+
+
+def _gravest_end(states: list[Raw]) -> Raw:
+    """Return the end that says most; nothing while the others may still say more than a 0 does."""
+    ends = [_map(state, "terminated") for state in states]
+    bad = [end for end in ends if end.get("exitCode")]
+    if bad:
+        return min(bad, key=lambda end: _gravity(end["exitCode"]))
+    return ends[0] if ends and all(ends) else {}
+
+
+def _gravity(exit_code: int) -> int:
+    codes = (DIVERGED_EXIT_CODE, *FINAL_EXIT_CODES)
+    if exit_code in codes:
+        return codes.index(exit_code)
+    # Of a broken collective one process dies by itself, and the others of its death.
+    return len(codes) + (exit_code in RESTART_EXIT_CODES)
 
 
 def _owner(metadata: Raw) -> Owner | None:

@@ -20,6 +20,7 @@ PLACES: list[dict[str, Any]] = [
     {"cpu": None, "tpu": {"accelerator": "tpu-v5-lite-podslice", "topology": "4x4"}},
     {"cpu": None, "tpu": {"accelerator": "v5p-128", "slices": 3}},
     {"cpu": None, "tpu": {"accelerator": "tpu7x", "topology": "2x2x2"}},
+    {"cpu": None, "tpu": {"accelerator": "tpu7x-16", "parallelContainers": 2, "slices": 2}},
 ]
 TEMPLATES: list[dict[str, Any]] = [
     {},
@@ -58,12 +59,17 @@ def pod(jobset: dict[str, Any]) -> dict[str, Any]:
     return job(jobset)["template"]["spec"]
 
 
+def trainers(jobset: dict[str, Any]) -> list[dict[str, Any]]:
+    return [c for c in pod(jobset)["containers"] if c["name"].startswith("jax-tpu")]
+
+
 def trainer(jobset: dict[str, Any]) -> dict[str, Any]:
-    return pod(jobset)["containers"][0]
+    return trainers(jobset)[0]
 
 
-def environment(jobset: dict[str, Any]) -> dict[str, Any]:
-    return {v["name"]: v.get("value", v.get("valueFrom")) for v in trainer(jobset)["env"]}
+def environment(jobset: dict[str, Any], container: int = 0) -> dict[str, Any]:
+    variables = trainers(jobset)[container]["env"]
+    return {v["name"]: v.get("value", v.get("valueFrom")) for v in variables}
 
 
 @pytest.mark.parametrize(("place", "template"), MATRIX)
@@ -78,7 +84,7 @@ def test_every_jobset_is_shaped_as_xpk_shapes_it(
     assert job(jobset)["parallelism"] == job(jobset)["completions"]
     assert job(jobset)["completionMode"] == "Indexed"
     assert job(jobset)["backoffLimit"] == 0
-    assert trainer(jobset)["name"] == "jax-tpu"
+    assert trainer(jobset)["name"] in {"jax-tpu", "jax-tpu-1"}
     assert pod(jobset)["restartPolicy"] == "Never"
     assert "coordinator" not in jobset["spec"]  # it would leave 24 characters for the name
     for labelled in (
@@ -90,8 +96,8 @@ def test_every_jobset_is_shaped_as_xpk_shapes_it(
         assert labelled["labels"]["ling.primatrix.io/run"] == "ling2"
         assert labelled["labels"]["ling.primatrix.io/attempt"] == "1"
     if place.get("tpu"):
-        chips = trainer(jobset)["resources"]["limits"]["google.com/tpu"]
-        assert chips in {1, 4}
+        chips = [c["resources"]["limits"]["google.com/tpu"] for c in trainers(jobset)]
+        assert chips in ([1], [4], [2, 2])
         assert {"key": "google.com/tpu", "operator": "Exists"} in pod(jobset)["tolerations"]
         assert "cloud.google.com/gke-tpu-topology" in pod(jobset)["nodeSelector"]
         topology = jobset["metadata"]["annotations"]
@@ -177,9 +183,70 @@ def test_cpu_processes_find_each_other_by_the_environment(scene: Any) -> None:
     assert "LING_COORDINATOR_ADDRESS" not in environment(build(scene, cpu={"processes": 1}))
 
 
-def test_tpu_hosts_are_left_to_gkes_own_variables(scene: Any) -> None:
-    env = environment(build(scene, cpu=None, tpu={"accelerator": "v5p-32"}))
-    assert not {"LING_COORDINATOR_ADDRESS", "LING_NUM_PROCESSES", "JAX_PLATFORMS"} & env.keys()
+def test_tpu_hosts_find_each_other_too_and_gkes_own_variables_are_left_to_gke(scene: Any) -> None:
+    env = environment(build(scene, cpu=None, tpu={"accelerator": "v5p-32", "slices": 3}))
+    assert env["LING_COORDINATOR_ADDRESS"] == "ling2-slice-job-0-0.ling2:8476"
+    assert (env["LING_NUM_PROCESSES"], env["LING_HOSTS_PER_SLICE"]) == ("12", "4")
+    assert env["LING_SLICE_INDEX"]["fieldRef"]["fieldPath"].endswith("/job-index']")
+    assert not [n for n in env if n.startswith(("TPU_", "MEGASCALE_", "JAX_", "LING_CONTAINER"))]
+    alone = environment(build(scene, cpu=None, tpu={"accelerator": "v6e-4"}))
+    assert "LING_COORDINATOR_ADDRESS" not in alone
+
+
+def test_two_containers_of_a_host_share_its_chips_and_have_a_port_a_rule_and_a_process_each(
+    scene: Any,
+) -> None:
+    """As xpk workload create --use-parallel-containers has them."""
+    tpu = {"accelerator": "tpu7x-16", "parallelContainers": 2, "slices": 3}
+    sidecar = {"name": "logs", "image": "logs:1"}
+    template = {"hostNetwork": True, "sidecars": [sidecar]}
+    jobset = build(scene, cpu=None, tpu=tpu, template=template)
+    first, second = trainers(jobset)
+    assert (first["name"], second["name"]) == ("jax-tpu-1", "jax-tpu-2")
+    assert pod(jobset)["containers"][2] == sidecar
+    assert [c["resources"]["limits"]["google.com/tpu"] for c in (first, second)] == [2, 2]
+    assert [c["ports"][0]["containerPort"] for c in (first, second)] == [9464, 9465]
+    assert len({c["ports"][0]["name"] for c in (first, second)}) == 2
+    annotations = job(jobset)["template"]["metadata"]["annotations"]
+    assert annotations["ling.primatrix.io/metrics-port"] == "9464"
+    for index in (0, 1):
+        env = environment(jobset, index)
+        assert env["LING_CONTAINER_INDEX"] == str(index)
+        assert (env["LING_CONTAINERS_PER_HOST"], env["LING_HOSTS_PER_SLICE"]) == ("2", "2")
+        assert env["LING_NUM_PROCESSES"] == "12"
+    rules = [r["onExitCodes"] for r in job(jobset)["podFailurePolicy"]["rules"][1:]]
+    assert [(r["containerName"], 90 in r["values"]) for r in rules] == [
+        ("jax-tpu-1", True),
+        ("jax-tpu-2", True),
+        ("jax-tpu-1", False),
+        ("jax-tpu-2", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "placement"),
+    [(None, "cloud.google.com/gke-nodepool"), ("rack", "rack"), ("", None)],
+)
+def test_a_slice_has_a_node_pool_to_itself_unless_the_user_says_otherwise(
+    scene: Any, annotation: str | None, placement: str | None
+) -> None:
+    key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+    template = {} if annotation is None else {"annotations": {key: annotation}}
+    jobset = build(scene, cpu=None, tpu={"accelerator": "v5p-32"}, template=template)
+    assert jobset["metadata"]["annotations"].get(key) == placement
+
+
+def test_a_users_own_shared_memory_takes_the_place_of_ours(scene: Any) -> None:
+    template = {
+        "volumes": [{"name": "dshm-2", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}}],
+        "volumeMounts": [{"name": "dshm-2", "mountPath": "/dev/shm"}],
+    }
+    tpu = {"accelerator": "v5p-32"}
+    jobset = build(scene, cpu=None, tpu=tpu, template=template)
+    assert pod(jobset)["volumes"] == template["volumes"]
+    assert trainer(jobset)["volumeMounts"] == template["volumeMounts"]
+    (volume,) = pod(build(scene, cpu=None, tpu=tpu))["volumes"]
+    assert volume["emptyDir"] == {"medium": "Memory"}
 
 
 def test_every_process_knows_its_run_attempt_and_pod(scene: Any) -> None:
@@ -293,6 +360,14 @@ def test_the_name_budget_is_what_the_pods_names_leave(
         ),
         ({"template": {"resources": {"limits": "4"}}}, "spec.template.resources.limits"),
         ({"template": {"sidecars": [{"name": "jax-tpu"}]}}, "the name jax-tpu is taken"),
+        (
+            {
+                "cpu": None,
+                "tpu": {"accelerator": "tpu7x-8", "parallelContainers": 2},
+                "template": {"sidecars": [{"name": "jax-tpu-2"}]},
+            },
+            "the name jax-tpu-2 is taken",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_with_field_and_remedy(

@@ -28,6 +28,18 @@ SLICES = {
         (OURS | {"LING_PROCESS_ID": "4"}, Group("run-slice-job-0-0.run:8476", 6, 4)),
         (OURS | JOBSET, Group("run-slice-job-0-0.run:8476", 6, 5)),
         (OURS | JOBSET | GKE | SLICES, Group("run-slice-job-0-0.run:8476", 6, 5)),
+        (
+            OURS | JOBSET | {"LING_CONTAINERS_PER_HOST": "1", "LING_CONTAINER_INDEX": "0"},
+            Group("run-slice-job-0-0.run:8476", 6, 5),
+        ),
+        (
+            OURS
+            | {"LING_NUM_PROCESSES": "12", "LING_CONTAINERS_PER_HOST": "2"}
+            | JOBSET
+            | {"LING_CONTAINER_INDEX": "1"},
+            Group("run-slice-job-0-0.run:8476", 12, 11),
+        ),
+        (OURS | JOBSET | {"LING_CONTAINER_INDEX": "7"}, Group("run-slice-job-0-0.run:8476", 6, 5)),
         (GKE, Group("a-0.svc:8476", 2, 1)),
         (GKE | SLICES, Group("a-0.svc:8476", 4, 3)),
         ({"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"}, ALONE),
@@ -44,6 +56,10 @@ def test_a_process_finds_its_place(environ, group):
         (OURS | {"LING_PROCESS_ID": "-1"}, "LING_PROCESS_ID='-1'"),
         (OURS, "LING_HOSTS_PER_SLICE=''"),
         (OURS | JOBSET | {"LING_HOST_INDEX": "3"}, "LING_HOST_INDEX=3 must be below"),
+        (
+            OURS | JOBSET | {"LING_CONTAINERS_PER_HOST": "2", "LING_CONTAINER_INDEX": "2"},
+            "LING_CONTAINER_INDEX=2 must be below LING_CONTAINERS_PER_HOST=2",
+        ),
         ({"LING_COORDINATOR_ADDRESS": "host"}, "write host:port"),
         ({"LING_COORDINATOR_ADDRESS": "host:1"}, "LING_NUM_PROCESSES=''"),
         ({"LING_ATTEMPT": "two"}, "LING_ATTEMPT='two'"),

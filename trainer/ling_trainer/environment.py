@@ -13,6 +13,8 @@ PROCESS_ID = "LING_PROCESS_ID"
 SLICE_INDEX = "LING_SLICE_INDEX"
 HOST_INDEX = "LING_HOST_INDEX"
 HOSTS_PER_SLICE = "LING_HOSTS_PER_SLICE"
+CONTAINER_INDEX = "LING_CONTAINER_INDEX"
+CONTAINERS_PER_HOST = "LING_CONTAINERS_PER_HOST"
 COORDINATOR_PORT = 8476
 """Where the coordination service listens on a TPU slice, as JAX has it."""
 LOCAL_NAMESPACE = "local"
@@ -90,9 +92,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         pod_uid=environ.get("POD_UID", ""),
         pod_ip=environ.get("POD_IP", ""),
         metrics_address=environ.get("POD_IP") or ("" if in_cluster else "127.0.0.1"),
-        container_index=(
-            _number(environ, "LING_CONTAINER_INDEX") if environ.get("LING_CONTAINER_INDEX") else 0
-        ),
+        container_index=(_number(environ, CONTAINER_INDEX) if environ.get(CONTAINER_INDEX) else 0),
         termination_log=Path(log) if log else None,
         fault_injection_allowed=environ.get("LING_ALLOW_FAULT_INJECTION") == "1",
     )
@@ -111,7 +111,8 @@ def group_of(environ: Mapping[str, str]) -> Group:
 
     1. Our variables: LING_COORDINATOR_ADDRESS, LING_NUM_PROCESSES, and LING_PROCESS_ID or
        LING_SLICE_INDEX * LING_HOSTS_PER_SLICE + LING_HOST_INDEX (JobSet's job index and the Job's
-       completion index).
+       completion index); with LING_CONTAINERS_PER_HOST that times the containers, plus
+       LING_CONTAINER_INDEX.
     2. GKE's for TPU slices: TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, and
        MEGASCALE_* where there are several slices.
     3. Otherwise the process is alone.
@@ -149,12 +150,25 @@ def _own_group(environ: Mapping[str, str]) -> Group:
         if at >= hosts:
             raise ConfigError(f"{HOST_INDEX}={at} must be below {HOSTS_PER_SLICE}={hosts}")
         process = _number(environ, SLICE_INDEX) * hosts + at
+        if environ.get(CONTAINERS_PER_HOST):
+            process = _of_container(environ, process)
     if process >= count:
         raise ConfigError(
             f"this is process {process}, counted from 0, of {NUM_PROCESSES}={count}; "
             "start as many processes as the variable says"
         )
     return Group(coordinator, count, process)
+
+
+def _of_container(environ: Mapping[str, str], host: int) -> int:
+    """Return the process that a container of the run's so-many-th host is."""
+    containers = _number(environ, CONTAINERS_PER_HOST)
+    at = _number(environ, CONTAINER_INDEX)
+    if at >= containers:
+        raise ConfigError(
+            f"{CONTAINER_INDEX}={at} must be below {CONTAINERS_PER_HOST}={containers}"
+        )
+    return host * containers + at
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
