@@ -19,7 +19,7 @@ FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 30.0
 _HTTP_GONE = 410
 _SETTLED_SECONDS = 10.0
-_REFUSAL_SECONDS = 5.0  # an API server that starts refuses too, until it has read the roles
+_REFUSAL_SECONDS = 2.0  # an API server that starts refuses too, until it has read the roles
 
 _log = logging.getLogger(__name__)
 

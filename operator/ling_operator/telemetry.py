@@ -17,8 +17,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ling_operator.api import ENDED
+from ling_operator.api import ENDED, ConditionType, Reason
 from ling_operator.caches import Caches
+from ling_operator.conditions import has_reason
 from ling_operator.reflector import Key
 from ling_operator.workqueue import WorkQueue
 from ling_trainer.health_metrics import RUN_LABELS
@@ -73,9 +74,18 @@ class Telemetry:
         self._working = True
 
     def not_ready(self) -> str | None:
-        """Say which kinds have not been listed yet; None when all have."""
-        missing = [r.kind for r in self._caches.reflectors if not r.synced.is_set()]
-        return f"not listed yet: {', '.join(missing)}" if missing else None
+        """Say which kinds are not listed yet, or no longer allowed; None when all are there.
+
+        A release that needs a right which nobody gave it never gets ready: the roll-out stops
+        at the old one, which still works.
+        """
+        reflectors = self._caches.reflectors
+        missing = [r for r in reflectors if not r.synced.is_set()]
+        if missing:
+            whys = (f"{r.kind} ({r.problem})" if r.problem else r.kind for r in missing)
+            return f"not listed yet: {', '.join(whys)}"
+        refused = [f"{r.kind} ({r.refusal})" for r in reflectors if r.refusal is not None]
+        return f"refused: {', '.join(refused)}" if refused else None
 
     def not_alive(self) -> str | None:
         """Say what stands still; None while everything moves.
@@ -132,6 +142,11 @@ class _Snapshot(Collector):
             "ling_operator_queue_depth", "Runs waiting for a worker.", value=len(self._queue)
         )
         yield GaugeMetricFamily(
+            "ling_operator_queue_stalled_seconds",
+            "How long a run has been looked at, or runs have waited without one being taken.",
+            value=self._queue.stalled_seconds,
+        )
+        yield GaugeMetricFamily(
             "ling_operator_workers_busy", "Runs being looked at.", value=self._queue.in_progress
         )
         yield GaugeMetricFamily(
@@ -148,12 +163,18 @@ class _Snapshot(Collector):
         )
         relists = _gauge("ling_operator_watch_lists", "Complete lists since the start.", ["kind"])
         objects = _gauge("ling_operator_watch_objects", "Objects in the cache.", ["kind"])
+        refused = _gauge(
+            "ling_operator_watch_refused",
+            "1 while the API server refuses it; /readyz has its words.",
+            ["kind"],
+        )
         for reflector in self._caches.reflectors:
             labels = [reflector.kind]
             age.add_metric(labels, reflector.last_event_age)
             relists.add_metric(labels, reflector.relists)
             objects.add_metric(labels, len(reflector.objects))
-        yield from (age, relists, objects)
+            refused.add_metric(labels, float(reflector.refusal is not None))
+        yield from (age, relists, objects, refused)
 
     def _runs(self) -> Iterator[Metric]:
         phase = _gauge("ling_run_phase", "1; the phase is a label.", [*RUN_LABELS, "phase"])
@@ -186,15 +207,29 @@ class _Snapshot(Collector):
             "ling_run_attempt_start_timestamp_seconds", "When that attempt began.", RUN_LABELS
         )
         restarts = _gauge("ling_run_restarts", "Restarts of that attempt.", RUN_LABELS)
+        saved = _gauge(
+            "ling_run_last_finite_checkpoint_step",
+            "Step of the newest checkpoint without a NaN; absent before the first.",
+            RUN_LABELS,
+        )
+        permitted = _gauge(
+            "ling_run_permitted",
+            "0 while the API server refuses what the run needs; see its condition Permitted.",
+            RUN_LABELS,
+        )
         for (namespace, name), view in self._caches.runs.objects.items():
             if view.run is None:
                 continue
             status = view.run.status
             attempt.add_metric([name, namespace], status.attempt)
             restarts.add_metric([name, namespace], status.restarts)
+            refused = has_reason(status.conditions, ConditionType.PERMITTED, Reason.REFUSED)
+            permitted.add_metric([name, namespace], float(not refused))
+            if status.last_finite_checkpoint is not None:
+                saved.add_metric([name, namespace], status.last_finite_checkpoint)
             for newest in status.attempts[-1:]:
                 began.add_metric([name, namespace], newest.start_time.timestamp())
-        yield from (attempt, began, restarts)
+        yield from (attempt, began, restarts, saved, permitted)
 
 
 def _gauge(name: str, text: str, labels: Iterable[str]) -> GaugeMetricFamily:

@@ -49,7 +49,8 @@ class ApiStub:
             body = await request.json()
             if request.path.endswith("/status"):
                 self.statuses.append(body)
-                body["spec"] = {"image": "trainer:1", "cpu": {"processes": 1}}
+                name = body["metadata"]["name"]
+                (body["spec"],) = (r["spec"] for r in self.runs if r["metadata"]["name"] == name)
                 body["metadata"]["resourceVersion"] = str(100 + len(self.statuses))
             return web.json_response(body)
         if request.query.get("watch") != "true":
@@ -239,6 +240,7 @@ async def test_series_of_a_run_come_from_its_status_and_go_with_its_object(
         restarts=2,
         halt=halt,
         conditions=[halted],
+        lastFiniteCheckpoint=6,
         attempts=attempts,
     )
     told = {"reason": "LossSpike", "since": "2026-11-30T08:00:00Z"}
@@ -266,6 +268,10 @@ async def test_series_of_a_run_come_from_its_status_and_go_with_its_object(
         assert f"ling_run_attempt{{{labels}}} 1.0" in page
         assert f"ling_run_restarts{{{labels}}} 2.0" in page
         assert 'ling_operator_watch_age_seconds{kind="pods"}' in page
+        assert 'ling_operator_watch_refused{kind="pods"} 0.0' in page
+        assert f"ling_run_permitted{{{labels}}} 1.0" in page
+        assert f"ling_run_last_finite_checkpoint_step{{{labels}}} 6.0" in page
+        assert 'ling_run_last_finite_checkpoint_step{run="ailing"' not in page
         path = "/apis/ling.primatrix.io/v1alpha1/namespaces/team/trainingruns"
         await until(lambda: path in api.streams)
         api.streams[path].put_nowait({"type": "DELETED", "object": sick})
