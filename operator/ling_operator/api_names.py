@@ -71,6 +71,8 @@ class Reason(StrEnum):
     NAME_CONFLICT = "NameConflict"
     WAITING_FOR_PREVIOUS = "WaitingForPrevious"
     JOB_SET_DELETED = "JobSetDeleted"
+    JOB_SET_FOUND = "JobSetFound"
+    JOB_SET_NOT_FOUND = "JobSetNotFound"
     NOT_STARTED = "NotStarted"
 
     REFUSED = "Refused"

@@ -32,10 +32,13 @@ class CpuHosts(Schema):
 
 
 class WatchedJobSet(Schema):
-    """A JobSet that somebody else launched. Reserved: this version refuses it."""
+    """A JobSet that somebody else launched, such as xpk workload create."""
 
-    job_set: Annotated[str, Field(min_length=1, max_length=63)]
-    """Name of the JobSet."""
+    job_set: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+    """Name of the JobSet, in the namespace of this object. It may be launched later."""
+    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port of process 0's metrics; null reads the pod's annotation ling.primatrix.io/metrics-port,
+    and takes 9464 without one."""
 
 
 class PodTemplate(Schema):
@@ -77,18 +80,20 @@ class TrainingRunSpec(Schema):
     """Pause: pods checkpoint and leave; false goes on from there."""
     attempt: PositiveInt = 1
     """Raise it to start again, from the last good checkpoint, after a halt, failure or edit."""
-    image: Annotated[str, Field(min_length=1)]
-    """Container image of the trainer."""
+    image: Annotated[str, Field(min_length=1)] | None = None
+    """Container image of the trainer. Required with tpu and cpu, refused with watch."""
     command: tuple[str, ...] = ()
     """Entry point, exec form; empty is `python3 -m ling_trainer`."""
     args: tuple[str, ...] = ()
     """Arguments of the entry point; key=value overrides for ling_trainer."""
     tpu: TpuSlice | None = None
-    """Run on TPU slices. This or cpu."""
+    """Run on TPU slices. Exactly one of tpu, cpu and watch."""
     cpu: CpuHosts | None = None
-    """Run on CPU hosts. This or tpu."""
+    """Run on CPU hosts. Exactly one of tpu, cpu and watch."""
     watch: WatchedJobSet | None = None
-    """Reserved: this version refuses it."""
+    """Run nothing; watch a JobSet that somebody else launched, halt it where health says so, and
+    never create or delete it. Exactly one of tpu, cpu and watch; image, command, args, run,
+    queue, restarts and template belong to the JobSet then, and are refused here."""
     run: Fragment = Field(default_factory=dict[str, Any])
     """Settings of the trainer: a preset and what differs from it."""
     queue: (

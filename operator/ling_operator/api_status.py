@@ -147,5 +147,7 @@ class TrainingRunStatus(Seen):
     stop: Stop | None = None
     last_finite_checkpoint: int | None = None
     restore_before_step: int | None = None
+    pods_after: datetime | None = None
+    """With spec.watch: pods of the JobSet created up to then belong to earlier attempts."""
     mttr: Mttr = Mttr()
     attempts: tuple[AttemptRecord, ...] = ()

@@ -151,6 +151,24 @@ class Caches:
         """Return the JobSet of the name that a run's has, whoever owns it."""
         return self.jobsets.objects.get(self.jobset_key(key))
 
+    def other_watcher(self, key: Key, jobset_uid: str) -> str | None:
+        """Return the name of another run that watches a run's JobSet; None if that may itself.
+
+        The one that has watched it before goes first, else the first by name.
+        """
+        others: list[str] = []
+        for other in sorted(self._watchers.get(self.jobset_key(key), set()) - {key}):
+            view = self.runs.objects.get(other)
+            if view is None or view.run is None:
+                continue
+            if any(each.job_set_uid == jobset_uid for each in view.run.status.attempts):
+                return other[1]
+            others.append(other[1])
+        mine = self.runs.objects.get(key)
+        attempts = mine.run.status.attempts if mine is not None and mine.run is not None else ()
+        has_watched = any(each.job_set_uid == jobset_uid for each in attempts)
+        return None if has_watched else next((name for name in others if name < key[1]), None)
+
     def workload(self, key: Key, jobset_uid: str) -> WorkloadView | None:
         """Return the Workload of exactly this JobSet, not of an earlier one of its name."""
         return self._workloads.get(self.jobset_key(key), {}).get(jobset_uid)

@@ -28,6 +28,7 @@ from ling_operator.plan import (
 from ling_operator.pod_logs import LogReader
 from ling_operator.reflector import Key
 from ling_operator.rest import ApiError, JsonObject, RestClient
+from ling_operator.runnable import jobset_name
 from ling_operator.scrape import ScrapeFailure
 from ling_operator.verdict import HealthSample, Heartbeat
 from ling_operator.views import JobSetView, view_jobset
@@ -134,6 +135,9 @@ class Cluster:
             spec_error=view.problem,
             jobset=jobset,
             workload=self._caches.workload(key, jobset.uid) if jobset is not None else None,
+            other_watcher=(
+                self._caches.other_watcher(key, jobset.uid) if jobset is not None else None
+            ),
             pods=self._caches.pods_of(key),
             jobs=self._caches.jobs_of(key),
             sample=self._samples.get(key),
@@ -230,7 +234,7 @@ class Cluster:
 
     async def _act(self, key: Key, run: TrainingRun, action: Action) -> None:
         jobsets = collection(JOBSET_GROUP, "jobsets", run.metadata.namespace)
-        path = f"{jobsets}/{run.metadata.name}"
+        path = f"{jobsets}/{jobset_name(run)}"
         log = {"run": "/".join(key), "action": type(action).__name__}
         try:
             match action:

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from ling_trainer.schema import Schema
 type Node = dict[str, Any]
 
 CRD_PATH = Path("manifests/crd/trainingruns.yaml")
-FIXED_FIELDS = ("image", "command", "args", "tpu", "cpu", "run", "queue", "restarts", "template")
+FIXED_FIELDS = (
+    "image", "command", "args", "tpu", "cpu", "watch", "run", "queue", "restarts", "template"
+)  # fmt: skip
 """Fields of spec that act only when an attempt starts."""
 
 _PRESERVE = "x-kubernetes-preserve-unknown-fields"
@@ -48,7 +51,7 @@ _NEXT_ATTEMPT = (
     "!has(oldSelf.status.jobSetUID)"
 )
 _NAME_BUDGET = (
-    "size(self.metadata.name) <= 45"
+    "has(self.spec.watch) || size(self.metadata.name) <= 45"
     " - size(string(has(self.spec.tpu) ? self.spec.tpu.slices - 1 : 0))"
     " - size(string(has(self.spec.cpu) ? self.spec.cpu.processes - 1 : 0))"
 )
@@ -197,9 +200,43 @@ def _default(node: Node) -> Node:
 
 def _spec_rules() -> list[Node]:
     return [
-        _rule("has(self.tpu) != has(self.cpu)", "set exactly one of spec.tpu and spec.cpu"),
-        _rule("!has(self.watch)", "spec.watch is not supported by this version; remove it"),
+        _rule(
+            "[has(self.tpu), has(self.cpu), has(self.watch)].filter(set, set).size() == 1",
+            "set exactly one of spec.tpu, spec.cpu and spec.watch",
+        ),
+        _rule(
+            "has(self.image) || has(self.watch)",
+            "spec.image is required; name the trainer's container image",
+        ),
+        *(
+            _rule(
+                f"!has(self.watch) || {_untouched(TrainingRunSpec, field)}",
+                f"spec.{field} belongs to the JobSet that spec.watch.jobSet names; remove it here",
+            )
+            for field in ("image", "command", "args", "run", "queue", "restarts", "template")
+        ),
+        _rule(
+            "!has(self.watch) || !has(self.health) || !has(self.health.haltMode) || "
+            "self.health.haltMode != 'Fail'",
+            "spec.health.haltMode Fail would delete a JobSet that somebody else launched; "
+            "use Suspend with spec.watch",
+        ),
     ]
+
+
+def _untouched(schema: type[Schema], field: str, path: str = "self") -> str:
+    """Return CEL for: the field is not set, or holds no more than the defaults stored for it."""
+    info = next(f for f in schema.model_fields.values() if f.alias == field)
+    at = f"{path}.{field}"
+    default = info.get_default(call_default_factory=True)
+    if isinstance(default, Schema):
+        members = (str(f.alias) for f in type(default).model_fields.values())
+        rules = " && ".join(_untouched(type(default), name, at) for name in members)
+        return f"(!has({at}) || ({rules}))"
+    if isinstance(default, bool | int | float | str):
+        value = json.dumps(default)
+        return f"(!has({at}) || {at} == {value})"
+    return f"!has({at})"
 
 
 def _root_rules() -> list[Node]:
@@ -214,6 +251,10 @@ def _root_rules() -> list[Node]:
             "metadata.name is too long for the names of its pods, "
             "<name>-slice-job-<slice>-<host>-<5 characters>: 43 characters are left for up to "
             "10 slices of 10 hosts, one less for each further digit",
+        ),
+        _rule(
+            "has(self.spec.watch) == has(oldSelf.spec.watch)",
+            "spec.watch cannot be added to a run or taken from it; make another TrainingRun",
         ),
         _rule(
             "self.spec.attempt >= oldSelf.spec.attempt",

@@ -132,8 +132,11 @@ def _ended_otherwise(
             message="All processes ended with 0.",
         )
         return _close(observed, status, Reason.FINISHED)
-    failure = _failure_by_exit(pods)
-    if failure is None and status.restarts_without_progress >= MAX_RESTARTS_WITHOUT_PROGRESS:
+    terminal, watched = jobset is not None and jobset.terminal, observed.run.spec.watch is not None
+    # Of a watched JobSet restarts and codes are its launcher's: it alone says that it has failed.
+    failure = None if watched and not terminal else _failure_by_exit(pods)
+    spent = status.restarts_without_progress >= MAX_RESTARTS_WITHOUT_PROGRESS
+    if failure is None and spent and not watched:
         failure = (
             Reason.NO_PROGRESS,
             (
@@ -142,8 +145,10 @@ def _ended_otherwise(
             ),
         )
     if failure is None and jobset is not None and jobset.terminal == "Failed":
-        spent = jobset.failure_reason == "ReachedMaxRestarts"
-        failure = Reason.RESTARTS_EXHAUSTED if spent else Reason.JOB_SET_FAILED, jobset.failure
+        exhausted = jobset.failure_reason == "ReachedMaxRestarts"
+        reason = Reason.RESTARTS_EXHAUSTED if exhausted else Reason.JOB_SET_FAILED
+        cause = f"{jobset.failure_reason}: " if watched else ""
+        failure = reason, f"{cause}{jobset.failure}"
     if failure is not None:
         reason, message = failure
         kind = ConditionType.FAILED
@@ -156,7 +161,12 @@ def _ended_otherwise(
             ConditionType.CREATED,
             "False",
             reason=Reason.JOB_SET_DELETED,
-            message="The JobSet was deleted; raise spec.attempt to start again.",
+            message=(
+                "The JobSet was deleted, or another has its name now; "
+                "raise spec.attempt to watch the next one of its name."
+                if watched
+                else "The JobSet was deleted; raise spec.attempt to start again."
+            ),
         )
         return _close(observed, status, Reason.JOB_SET_DELETED)
     return status

@@ -13,6 +13,7 @@ from ling_operator.api_names import PositiveInt
 from ling_trainer.schema import Schema
 
 type RuleAction = Literal["Halt", "Alert", "Ignore"]
+type HaltMode = Literal["Suspend", "Fail"]
 type Seconds = Annotated[int, Field(ge=1, le=604_800)]
 type Positive = Annotated[float, Field(gt=0, le=1e6)]
 type Window = Annotated[int, Field(ge=10, le=128)]
@@ -153,6 +154,12 @@ class HealthPolicy(Schema):
     """Seconds between two reads of the trainer's metrics."""
     trainer_stops: bool = True
     """The trainer itself stops after nonFinite.consecutiveSteps, without waiting for a scrape."""
+    halt_mode: HaltMode = "Suspend"
+    """Suspend keeps a halted run's JobSet, suspended, and its ended pods as evidence.
+
+    Fail deletes it with its pods once the status says why. Either way quota and nodes are free;
+    with Fail those who wait for the JobSet's end see it too. Not with spec.watch.
+    """
     non_finite: NonFinitePolicy = NonFinitePolicy()
     loss_spike: LossSpikePolicy = LossSpikePolicy()
     grad_norm_spike: GradNormSpikePolicy = GradNormSpikePolicy()

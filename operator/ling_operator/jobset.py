@@ -23,6 +23,7 @@ from ling_operator.runnable import (
 )
 from ling_operator.views import FINAL_EXIT_CODES, RESTART_EXIT_CODES
 from ling_operator.workload import QUEUE_LABEL
+from ling_trainer.schema import ConfigError
 
 type Manifest = dict[str, Any]
 
@@ -39,9 +40,11 @@ def build_jobset(run: TrainingRun, *, attempt: int, restore_before_step: int | N
       restore_before_step: the trainer restores a checkpoint before this step; None: the newest.
 
     Raises:
-      ConfigError: the spec cannot be run; one line for each problem.
+      ConfigError: the spec cannot be run, or runs nothing; one line for each problem.
     """
     require_runnable(run)
+    if run.spec.watch is not None:
+        raise ConfigError("spec.watch names a JobSet that somebody else launches; none is made")
     name, template = run.metadata.name, run.spec.template
     # A slice to a node pool; nodes that are grouped by another label, or by none, have it said.
     placement = {EXCLUSIVE_TOPOLOGY: NODE_POOL_LABEL} if run.spec.tpu is not None else {}

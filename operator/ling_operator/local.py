@@ -208,6 +208,8 @@ async def run_local(
 
 def _config(run: TrainingRun) -> RunConfig:
     """Resolve the trainer's settings, and check that everything can be kept on this machine."""
+    if run.spec.watch is not None:
+        raise ConfigError("spec.watch: only a cluster has JobSets to watch; set cpu or tpu")
     if not run.spec.run:
         msg = "spec.run is empty; a local run needs the trainer's settings there"
         raise ConfigError(msg)

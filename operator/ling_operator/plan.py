@@ -43,9 +43,10 @@ class Observed:
     Attributes:
       run: the object, with the status last written.
       spec_error: why its spec could not be read (then run.spec is a placeholder); else None.
-      jobset: the JobSet of the run's name, whoever owns it; None without one.
+      jobset: the JobSet of the run's name, or the one it watches, whoever owns it; None without.
       workload: the Kueue Workload of exactly that JobSet; None outside a queue.
-      pods: every pod with the run's label, of any attempt; also those gone, while remembered.
+      other_watcher: another TrainingRun that watches that JobSet, before this one.
+      pods: every pod of JobSets of that name, of any attempt; also those gone, while remembered.
       jobs: names of the Jobs with the label jobset-name that still exist.
       sample: the newest page of the run's metrics; None before the first.
       heartbeats: of all hosts, as last read.
@@ -60,6 +61,7 @@ class Observed:
     spec_error: str | None = None
     jobset: JobSetView | None = None
     workload: WorkloadView | None = None
+    other_watcher: str | None = None
     pods: tuple[PodView, ...] = ()
     jobs: tuple[str, ...] = ()
     sample: HealthSample | None = None

@@ -20,6 +20,7 @@ from ling_operator.plan import Observed
 from ling_operator.runnable import num_hosts
 from ling_operator.verdict import HealthSample, fold
 from ling_operator.views import JobSetView, PodView
+from ling_trainer.health_metrics import DEFAULT_PORT
 from ling_trainer.schema import ConfigError
 
 _LONGEST_ESTIMATE = timedelta(days=3650)
@@ -34,6 +35,9 @@ def own_jobset(observed: Observed) -> JobSetView | None:
 
 def current_jobset(observed: Observed, status: TrainingRunStatus) -> JobSetView | None:
     """Return the JobSet of the status's attempt; one with another uid is not it."""
+    if observed.run.spec.watch is not None:
+        watched = observed.jobset
+        return watched if watched is not None and watched.uid == status.job_set_uid else None
     jobset = own_jobset(observed)
     if jobset is None or jobset.attempt != status.attempt:
         return None
@@ -42,8 +46,10 @@ def current_jobset(observed: Observed, status: TrainingRunStatus) -> JobSetView 
 
 def attempt_pods(pods: tuple[PodView, ...], status: TrainingRunStatus) -> tuple[PodView, ...]:
     """Return the pods of the status's attempt; none before its JobSet is known."""
-    uid = status.job_set_uid
-    return tuple(pod for pod in pods if uid is not None and pod.job_set_uid == uid)
+    uid, after = status.job_set_uid, status.pods_after
+    if uid is None:
+        return ()
+    return tuple(pod for pod in pods if pod.job_set_uid == uid and _is_younger(pod, after))
 
 
 def scrape_target(run: TrainingRun, pods: tuple[PodView, ...]) -> PodView | None:
@@ -151,6 +157,18 @@ def loss_text(loss: float | None) -> str | None:
     return f"{loss:.4f}" if math.isfinite(loss) else ("Inf" if loss > 0 else "-Inf")
 
 
+def metrics_port_of(run: TrainingRun, pod: PodView) -> int:
+    """Return the port of a pod's metrics; 0 if nobody says which."""
+    watch = run.spec.watch
+    if watch is None:
+        return pod.metrics_port
+    return watch.metrics_port or pod.metrics_port or DEFAULT_PORT
+
+
+def _is_younger(pod: PodView, moment: datetime | None) -> bool:
+    return moment is None or (pod.created is not None and pod.created > moment)
+
+
 def _is_process_zero(pod: PodView) -> bool:
     return pod.job_index == 0 and pod.completion_index == 0
 
@@ -221,17 +239,25 @@ def _record_steps(status: TrainingRunStatus) -> TrainingRunStatus:
 def _mark_pods(
     observed: Observed, status: TrainingRunStatus, pods: tuple[PodView, ...]
 ) -> TrainingRunStatus:
-    truth, reason, message = _pods_ready(observed, pods)
+    newest = newest_pods(pods)
+    expected = max(_expected_pods(observed, status) or len(newest), 1)
+    truth, reason, message = _pods_ready(newest, expected)
     kind = ConditionType.PODS_READY
     return mark(observed, status, kind, truth, reason=reason, message=message)
 
 
-def _pods_ready(observed: Observed, pods: tuple[PodView, ...]) -> tuple[Truth, Reason, str]:
-    newest = newest_pods(pods)
+def _expected_pods(observed: Observed, status: TrainingRunStatus) -> int:
+    """Return how many pods the attempt has when all are there; 0 if that is not known."""
+    if observed.run.spec.watch is not None:
+        jobset = current_jobset(observed, status)
+        return jobset.hosts if jobset is not None else 0
     try:
-        expected = max(num_hosts(observed.run.spec), 1)
+        return num_hosts(observed.run.spec)
     except ConfigError:
-        expected = max(len(newest), 1)
+        return 0
+
+
+def _pods_ready(newest: tuple[PodView, ...], expected: int) -> tuple[Truth, Reason, str]:
     running = sum(p.phase == "Running" and p.ready and not p.deleting for p in newest)
     ended_well = sum(p.phase == "Succeeded" for p in newest)
     message = f"{running} of {expected} pods run."

@@ -13,13 +13,14 @@ from ling_operator.views import JobSetView
 
 def observe_queue(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
     """Set Admitted for a run in a queue; other runs do not have the condition."""
-    if observed.run.spec.queue is None or current_jobset(observed, status) is None:
-        return status
+    queue, jobset = observed.run.spec.queue, current_jobset(observed, status)
     kind, workload = ConditionType.ADMITTED, observed.workload
+    if jobset is None or (not _is_queued(observed, jobset) and workload is None):
+        return status
     if workload is None:
         message = (
             f"Kueue has made no Workload yet; is it installed, with a LocalQueue "
-            f"{observed.run.spec.queue} in this namespace?"
+            f"{queue or jobset.queue} in this namespace?"
         )
         return mark(observed, status, kind, "Unknown", reason=Reason.NO_WORKLOAD, message=message)
     if workload.admitted and workload.active:
@@ -41,7 +42,7 @@ def is_stopped(observed: Observed, jobset: JobSetView) -> bool:
     if observed.workload is not None:
         return jobset.suspended and not observed.workload.active
     # In a queue whose Workload is not there yet, Kueue would still start it.
-    return jobset.suspended and observed.run.spec.queue is None
+    return jobset.suspended and not _is_queued(observed, jobset)
 
 
 def stop(observed: Observed, jobset: JobSetView, reason: str) -> tuple[Action, ...]:
@@ -61,6 +62,11 @@ def resume(observed: Observed, jobset: JobSetView, reason: str) -> tuple[Action,
         if workload.active:
             return ()
         return (SetWorkloadActive(workload.name, workload.uid, True, reason),)
-    if not jobset.suspended or observed.run.spec.queue is not None:
+    if not jobset.suspended or _is_queued(observed, jobset):
         return ()
     return (SetSuspend(jobset.uid, False, reason),)
+
+
+def _is_queued(observed: Observed, jobset: JobSetView) -> bool:
+    """Tell whether Kueue is to start the JobSet: its label says so, also of a watched one."""
+    return observed.run.spec.queue is not None or bool(jobset.queue)

@@ -40,6 +40,7 @@ from ling_operator.runnable import target_steps
 from ling_operator.settle import settle
 from ling_operator.stopping import OVERRIDE_PAUSE, Step, enforce_stop, pause_or_resume
 from ling_operator.views import Owner
+from ling_operator.watching import adopt, await_jobset, carry_over
 from ling_trainer.schema import ConfigError
 
 WAIT = timedelta(seconds=5)
@@ -106,12 +107,13 @@ def _begin_attempt(observed: Observed) -> TrainingRunStatus:
         ended = {"reason": Reason.SUPERSEDED, "end_time": observed.now}
         attempts = (*attempts[:-1], attempts[-1].model_copy(update=ended))
     attempts = (*attempts, AttemptRecord(attempt=wanted, start_time=observed.now))
-    return TrainingRunStatus(
+    new = TrainingRunStatus(
         attempt=wanted,
         attempts=thin_out(attempts[-MAX_ATTEMPTS_KEPT:]),
         last_finite_checkpoint=old.last_finite_checkpoint,
         restore_before_step=_restore_before(old),
     )
+    return new if observed.run.spec.watch is None else carry_over(old, new)
 
 
 def _restore_before(old: TrainingRunStatus) -> int | None:
@@ -128,6 +130,8 @@ def _restore_before(old: TrainingRunStatus) -> int | None:
 
 def _adopt(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
     """Note the JobSet of the attempt when it is first seen."""
+    if observed.run.spec.watch is not None:
+        return adopt(observed, status)
     jobset = current_jobset(observed, status)
     if jobset is None or status.job_set_uid is not None:
         return status
@@ -157,6 +161,8 @@ def _act(observed: Observed, status: TrainingRunStatus) -> Step:
         return enforce_stop(observed, status, current)
     if current is not None:
         return pause_or_resume(observed, status, current)
+    if observed.run.spec.watch is not None:
+        return await_jobset(observed, status)
     old = own_jobset(observed)
     if old is not None:
         message = f"The JobSet of attempt {old.attempt} and its pods have to go first."

@@ -36,19 +36,28 @@ def require_runnable(run: TrainingRun) -> None:
       ConfigError: one line for each problem, with field, value and remedy.
     """
     spec, lines = run.spec, list[str]()
-    if spec.watch is not None:
-        lines.append("spec.watch is not supported by this version; remove it")
-    if (spec.tpu is None) == (spec.cpu is None):
-        lines.append("spec: set exactly one of tpu and cpu")
-    else:
+    if sum(kind is not None for kind in (spec.tpu, spec.cpu, spec.watch)) != 1:
+        lines.append("spec: set exactly one of tpu, cpu and watch")
+    elif spec.watch is None:
         for check in (_check_shape, _check_name):
             lines += _problems(check, run)
             if lines:
                 break  # without a shape there is no name budget
-    lines += _problems(_check_run, run)
-    lines += _template_problems(spec)
+    if spec.watch is not None:
+        lines += _watch_problems(spec)
+    else:
+        if spec.image is None:
+            lines.append("spec.image is not set; name the trainer's container image")
+        lines += _problems(_check_run, run)
+        lines += _template_problems(spec)
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+def jobset_name(run: TrainingRun) -> str:
+    """Return the name of the run's JobSet: its own, or the one that it watches."""
+    watch = run.spec.watch
+    return watch.job_set if watch is not None else run.metadata.name
 
 
 def num_hosts(spec: TrainingRunSpec) -> int:
@@ -120,6 +129,23 @@ def _problems(check: Callable[[TrainingRun], None], run: TrainingRun) -> list[st
     except ConfigError as error:
         return str(error).splitlines()
     return []
+
+
+def _watch_problems(spec: TrainingRunSpec) -> list[str]:
+    """Name what belongs to the JobSet's launcher."""
+    blank = TrainingRunSpec()
+    theirs = ("image", "command", "args", "run", "queue", "restarts", "template")
+    lines = [
+        f"spec.{field} belongs to the JobSet that spec.watch.jobSet names; remove it here"
+        for field in theirs
+        if getattr(spec, field) != getattr(blank, field)
+    ]
+    if spec.health.halt_mode == "Fail":
+        lines.append(
+            "spec.health.haltMode=Fail would delete a JobSet that somebody else launched; "
+            "use Suspend with spec.watch"
+        )
+    return lines
 
 
 def _check_shape(run: TrainingRun) -> None:

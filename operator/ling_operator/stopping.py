@@ -5,7 +5,7 @@ from datetime import timedelta
 from ling_operator.api import ConditionType, Reason, Stop, TrainingRunStatus
 from ling_operator.conditions import Truth, find, has_reason, holds
 from ling_operator.ending import is_cancelled
-from ling_operator.plan import Action, Observed
+from ling_operator.plan import Action, DeleteJobSet, Observed
 from ling_operator.progress import attempt_pods, mark
 from ling_operator.queueing import is_stopped, resume, stop
 from ling_operator.views import JobSetView
@@ -25,6 +25,9 @@ def enforce_stop(observed: Observed, status: TrainingRunStatus, jobset: JobSetVi
     if not why or is_cancelled(status):
         return status, ()
     mine = status.stop or Stop()
+    if _is_to_go(observed, status) and jobset is not None:
+        actions = () if jobset.deleting else (DeleteJobSet(jobset.uid, why),)
+        return status.model_copy(update={"stop": mine}), actions
     if jobset is None or jobset.terminal or jobset.deleting or is_stopped(observed, jobset):
         return status.model_copy(update={"stop": mine.model_copy(update={"confirmed": True})}), ()
     actions = stop(observed, jobset, why)
@@ -35,6 +38,13 @@ def enforce_stop(observed: Observed, status: TrainingRunStatus, jobset: JobSetVi
         return status, ()
     mine = mine.model_copy(update={"override_time": observed.now})
     return status.model_copy(update={"stop": mine}), actions
+
+
+def _is_to_go(observed: Observed, status: TrainingRunStatus) -> bool:
+    """Tell whether a halt deletes the JobSet; never one that somebody else launched."""
+    spec = observed.run.spec
+    fails = spec.health.halt_mode == "Fail" and spec.watch is None
+    return fails and holds(status.conditions, ConditionType.HALTED)
 
 
 def pause_or_resume(observed: Observed, status: TrainingRunStatus, jobset: JobSetView) -> Step:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -13,9 +14,11 @@ from ling_operator.api import (
     METRICS_PORT_ANNOTATION,
     HealthPolicy,
     TrainingRun,
+    WatchedJobSet,
     dump,
 )
 from ling_operator.bounded_text import clip
+from ling_operator.workload import QUEUE_LABEL
 from ling_trainer.schema import ConfigError
 
 type Raw = Mapping[str, Any]
@@ -49,6 +52,8 @@ class JobSetView:
 
     Attributes:
       attempt: value of our attempt label; 0 without it.
+      queue: of Kueue's label; "" without one.
+      hosts: pods that it runs at once.
       terminal: "Completed", "Failed" or "" while neither.
       failure: message of the Failed condition.
       restarts: JobSet's own count, resumes included.
@@ -66,6 +71,8 @@ class JobSetView:
     restarts: int
     restarting: bool
     deleting: bool
+    queue: str = ""
+    hosts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +107,7 @@ class PodView:
       container: name of the trainer's container, the first of several.
       deleting: its deletion has begun; it is live until its phase is terminal or it is gone.
       gone: it was deleted; kept for its exit code.
+      created: when, by the API server's clock.
       job_index: slice.
       completion_index: host of the slice.
       restart_attempt: JobSet's count of restarts when it was made.
@@ -122,6 +130,7 @@ class PodView:
     exit_code: int | None
     termination: Termination | None
     deleting: bool
+    created: datetime | None = None
     gone: bool = False
     end_reason: str = ""
     message: str = ""
@@ -161,11 +170,22 @@ def view_run(raw: Raw) -> RunView:
     except ConfigError as error:
         spec: dict[str, Any] = {
             "image": "unreadable",
+            **_readable_watch(_map(raw, "spec")),
             "attempt": max(_int(_map(raw, "status").get("attempt")), 1),
             "suspend": _map(raw, "spec").get("suspend") is True,
             "health": _readable_health(_map(raw, "spec")),
         }
         return RunView(run=TrainingRun.parse({**raw, "spec": spec}), spec_error=str(error))
+
+
+def _readable_watch(spec: Raw) -> dict[str, Any]:
+    """Return which JobSet is watched: the run's own name would be that of another one."""
+    watch = spec.get("watch")
+    name = cast("Raw", watch).get("jobSet") if isinstance(watch, Mapping) else None
+    try:
+        return {"watch": dump(WatchedJobSet(job_set=name))} if isinstance(name, str) else {}
+    except ValidationError:
+        return {}
 
 
 def _readable_health(spec: Raw) -> dict[str, Any]:
@@ -194,7 +214,15 @@ def view_jobset(raw: Raw) -> JobSetView:
         restarts=status.get("restarts", 0),
         restarting="RestartingJobSet" in conditions,
         deleting="deletionTimestamp" in metadata,
+        queue=_map(metadata, "labels").get(QUEUE_LABEL, ""),
+        hosts=sum(_hosts(job) for job in _list(_map(raw, "spec"), "replicatedJobs")),
     )
+
+
+def _hosts(job: Raw) -> int:
+    """Return the pods of a replicated Job that run at once."""
+    spec = _map(_map(job, "template"), "spec")
+    return int(job.get("replicas", 1)) * int(spec.get("parallelism", 1))
 
 
 def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
@@ -222,6 +250,7 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
         exit_code=ended.get("exitCode"),
         termination=parse_termination(ended.get("message", "")),
         deleting="deletionTimestamp" in metadata,
+        created=_time(metadata.get("creationTimestamp")),
         gone=gone,
         end_reason=ended.get("reason", ""),
         message=clip(ended.get("message", ""), MESSAGE_BYTES),
@@ -305,6 +334,13 @@ def _int(text: object) -> int:
 def _number(value: object) -> int | None:
     text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def _time(value: object) -> datetime | None:
+    try:
+        return datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
 
 
 def _text(value: object) -> str | None:

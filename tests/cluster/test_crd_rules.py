@@ -20,6 +20,17 @@ from lingcluster.training_runs import TrainingRuns
 CPU = {"cpu": {"processes": 2}}
 TPU = {"tpu": {"accelerator": "v6e-16"}}
 RUN = {"run": {"preset": "ling2_tiny"}}
+WATCH: Manifest = {"watch": {"jobSet": "xpk-run", "metricsPort": 9470}}
+THEIRS: dict[str, Any] = {
+    "image": {"image": "ling-trainer:1"},
+    "command": {"command": ["a"]},
+    "args": {"args": ["a"]},
+    "run": RUN,
+    "queue": {"queue": "team"},
+    "restarts": {"restarts": 0},
+    "template": {"template": {"env": [{"name": "A", "value": "b"}]}},
+}
+"""What a run that watches another's JobSet must not say."""
 
 
 def of(*parts: Manifest, name: str = "rules", **spec: Any) -> Manifest:
@@ -41,10 +52,10 @@ def dry_run(runs: TrainingRuns) -> Callable[[Manifest], Manifest]:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (of(RUN), "set exactly one of spec.tpu and spec.cpu"),
-        (of(RUN, CPU, TPU), "set exactly one of spec.tpu and spec.cpu"),
+        (of(RUN), "set exactly one of spec.tpu, spec.cpu and spec.watch"),
+        (of(RUN, CPU, TPU), "set exactly one of spec.tpu, spec.cpu and spec.watch"),
         (of(RUN, CPU, queue="Team"), "spec.queue"),
-        (of(RUN, CPU, watch={"jobSet": "x"}), "spec.watch is not supported by this version"),
+        (of(RUN, CPU, watch={"jobSet": "x"}), "set exactly one of spec.tpu, spec.cpu and spec"),
         (of(RUN, CPU, name="a" * 44), "metadata.name is too long"),
         (of(RUN, {"cpu": {"processes": 11}}, name="a" * 43), "metadata.name is too long"),
         (of(RUN, CPU, name="1st"), "begin with a letter"),
@@ -55,7 +66,13 @@ def dry_run(runs: TrainingRuns) -> Callable[[Manifest], Manifest]:
         (of(RUN, CPU, health={"nonFinite": {"action": "Pause"}}), "spec.health.nonFinite.action"),
         (of(RUN, {"cpu": {"processes": 0}}), "spec.cpu.processes"),
         (of(CPU, {"run": {"steps": "many"}}), "spec.run.steps"),
-        (training_run("rules", {**RUN, **CPU}), "spec.image: Required value"),
+        (training_run("rules", {**RUN, **CPU}), "spec.image is required; name the trainer's"),
+        *(
+            (training_run("rules", {**WATCH, **theirs}), f"spec.{field} belongs to the JobSet")
+            for field, theirs in THEIRS.items()
+        ),
+        (training_run("rules", WATCH | {"health": {"haltMode": "Fail"}}), "haltMode Fail would"),
+        (training_run("rules", {"watch": {"jobSet": "A"}}), "spec.watch.jobSet"),
     ],
 )
 def test_the_api_server_refuses_and_says_what_to_do(
@@ -84,6 +101,24 @@ def test_the_api_server_accepts_and_defaults_only_outside_of_run(
     assert (stored["attempt"], stored["suspend"], stored["restarts"]) == (1, False, 3)
     assert stored["health"] == dump(HealthPolicy())
     assert stored["template"]["terminationGracePeriodSeconds"] == 300
+
+
+def test_a_run_that_watches_needs_no_image_and_stays_one_that_watches(
+    runs: TrainingRuns,
+) -> None:
+    name = "watches-a-jobset-of-another-name-than-its-own-50-x"
+    run = runs.apply(training_run(name, WATCH))
+    assert run["spec"]["watch"] == WATCH["watch"]
+    assert not {"image", "run", "cpu", "tpu"} & run["spec"].keys()
+    assert run["spec"]["health"]["haltMode"] == "Suspend"
+    run["status"] = {"attempt": 1, "jobSetUID": "u-1"}
+    runs.client.request("PUT", f"{runs.collection}/{name}/status", run)
+    other = {"watch": {"jobSet": "another"}}
+    with pytest.raises(ApiError, match=r"spec\.watch is fixed once an attempt has started"):
+        runs.edit(name, **other)
+    with pytest.raises(ApiError, match=r"spec\.watch cannot be added to a run or taken from it"):
+        runs.edit(name, watch=None, image="a:1", **CPU, attempt=2)
+    runs.edit(name, **other, attempt=2, health={"scrapeIntervalSeconds": 9})
 
 
 @pytest.fixture

@@ -35,7 +35,8 @@ def test_an_object_gets_the_documented_defaults(scene: Any) -> None:
     [
         ({"cpu": {"proceses": 2}}, "spec.cpu.proceses is not a field; did you mean processes?"),
         ({"imag": "x"}, "spec.imag is not a field; did you mean image?"),
-        ({"image": None}, "spec.image is not set; give it a value"),
+        ({"watch": {}}, "spec.watch.jobSet is not set; give it a value"),
+        ({"watch": {"jobSet": "Big"}}, "spec.watch.jobSet='Big': "),
         ({"attempt": 0}, "spec.attempt=0: input should be greater than or equal to 1"),
         ({"attempt": "2"}, "spec.attempt='2': input should be a valid integer"),
         ({"suspend": "yes"}, "spec.suspend='yes': input should be a valid boolean"),

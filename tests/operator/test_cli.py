@@ -51,7 +51,7 @@ def test_render_prints_the_jobset_with_overrides_wherever_they_stand(
     ("edit", "says"),
     [
         ({"kind": "Pod"}, "holds kind Pod"),
-        ({"spec": {"image": "x"}}, "set exactly one of tpu and cpu"),
+        ({"spec": {"image": "x"}}, "set exactly one of tpu, cpu and watch"),
         ({"spec": {"image": "x", "cpu": {}, "sped": 1}}, "spec.sped"),
         ({"apiVersion": "ling.primatrix.io/v9"}, "ling.primatrix.io/v9"),
     ],

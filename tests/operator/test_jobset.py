@@ -325,9 +325,10 @@ def test_the_name_budget_is_what_the_pods_names_leave(
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"cpu": None}, "spec: set exactly one of tpu and cpu"),
-        ({"tpu": {"accelerator": "v5p-8"}}, "spec: set exactly one of tpu and cpu"),
-        ({"watch": {"jobSet": "x"}}, "spec.watch is not supported by this version; remove it"),
+        ({"cpu": None}, "spec: set exactly one of tpu, cpu and watch"),
+        ({"tpu": {"accelerator": "v5p-8"}}, "spec: set exactly one of tpu, cpu and watch"),
+        ({"watch": {"jobSet": "x"}}, "spec: set exactly one of tpu, cpu and watch"),
+        ({"image": None}, "spec.image is not set; name the trainer's container image"),
         ({"run": None}, "spec.run is empty; name a preset"),
         (
             {"run": {"preset": "ling2_tinny"}},
@@ -404,8 +405,35 @@ def test_a_name_that_is_no_host_name_is_refused(scene: Any, name: str) -> None:
 
 
 def test_every_problem_is_told_at_once(scene: Any) -> None:
-    watch = {"jobSet": "other"}
-    spec = {"watch": watch, "run": {"preset": "x"}, "template": {"env": [{"name": "POD_IP"}]}}
+    spec = {"cpu": None, "run": {"preset": "x"}, "template": {"env": [{"name": "POD_IP"}]}}
     with pytest.raises(ConfigError) as refused:
-        require_runnable(scene.run(**spec))
-    assert len(str(refused.value).splitlines()) == 3
+        require_runnable(scene.run(image=None, **spec))
+    assert len(str(refused.value).splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("image", "trainer:1"),
+        ("command", ["a"]),
+        ("args", ["a"]),
+        ("run", {"preset": "ling2_tiny"}),
+        ("queue", "team"),
+        ("restarts", 0),
+        ("template", {"hostNetwork": True}),
+        ("health", {"haltMode": "Fail"}),
+    ],
+)
+def test_what_belongs_to_a_watched_jobsets_launcher_is_refused(
+    scene: Any, field: str, value: Any
+) -> None:
+    watching = {"watch": {"jobSet": "x"}, "image": None, "cpu": None, "run": None}
+    require_runnable(scene.run(**watching))
+    with pytest.raises(ConfigError, match=rf"^spec\.{field}"):
+        require_runnable(scene.run(**watching | {field: value}))
+
+
+def test_no_jobset_is_made_of_a_run_that_watches_one(scene: Any) -> None:
+    run = scene.run(watch={"jobSet": "x"}, image=None, cpu=None, run=None)
+    with pytest.raises(ConfigError, match="none is made"):
+        build_jobset(run, attempt=1, restore_before_step=None)
