@@ -48,6 +48,7 @@ class OperatorProcess(Process):
       log: file for its JSON lines.
       session: owner of the process.
       arguments: further flags.
+      program: what Python runs: a module, or a file that changes the operator first.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class OperatorProcess(Process):
         log: Path,
         session: Session,
         arguments: Sequence[str] = (),
+        program: Sequence[str | Path] = ("-m", "ling_operator.app"),
     ) -> None:
         self.addresses = addresses
         only = [f"--namespace={namespace}"] if namespace is not None else []
@@ -66,8 +68,7 @@ class OperatorProcess(Process):
             "ling-operator",
             [
                 sys.executable,
-                "-m",
-                "ling_operator.app",
+                *program,
                 f"--kubeconfig={kubeconfig}",
                 f"--metrics-bind-address={addresses.metrics}",
                 f"--health-probe-bind-address={addresses.probes}",

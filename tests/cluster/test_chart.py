@@ -1,0 +1,267 @@
+"""The chart on a real API server: install, upgrade, rollback, uninstall, under its own rights.
+
+The operator is a process with the release's service account: there is no container runtime here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lingcluster.audit import AuditLog, AuditRecord
+from lingcluster.client import Manifest, load_manifests, wait_for
+from lingcluster.control_plane import ControlPlane
+from lingcluster.helm import CHART, Helm
+from lingcluster.loopback import LoopbackBlock
+from lingcluster.operator_process import OperatorAddresses, OperatorProcess
+from lingcluster.processes import Session
+from lingcluster.story import Story
+from lingcluster.training_runs import TrainingRuns
+from lingcluster.workloads import SHELL_IMAGE
+
+OLDER_CHART = Path(__file__).parents[1] / "chart" / "older" / "ling-operator"
+CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/trainingruns.ling.primatrix.io"
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+RELEASE = "ling"
+NAME = "ling-ling-operator"
+# The session's own CRD was not made by Helm.
+ADOPT = ("--take-ownership", "--force-conflicts")
+NEWER_RENDERING = """
+from ling_operator import jobset
+
+build = jobset.build_pod_template
+
+def changed(*arguments):
+    template = build(*arguments)
+    template["metadata"]["annotations"]["example.com/rendering"] = "newer"
+    return template
+
+jobset.build_pod_template = changed
+
+from ling_operator.app import main
+main()
+"""
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release in a test's namespace, and what its commands printed."""
+
+    helm: Helm
+    namespace: str
+    values: Path
+    story: Story
+
+    def __call__(self, verb: str, *arguments: str | Path) -> str:
+        """Run `helm VERB ling ...` and write both down as a user would see them."""
+        shown = [
+            str(word.relative_to(CHART.parents[1])) if isinstance(word, Path) else word
+            for word in arguments
+        ]
+        self.story.tell(f"$ helm {verb} {RELEASE} {' '.join(shown)} -n NAMESPACE")
+        values = ("--values", self.values) if verb in {"install", "upgrade"} else ()
+        printed = self.helm(verb, RELEASE, *arguments, "-n", self.namespace, *values)
+        self.story.tell(printed.replace(self.namespace, "NAMESPACE"))
+        return printed
+
+
+@pytest.fixture
+def helm(control_plane: ControlPlane, tmp_path: Path) -> Helm:
+    """Helm as administrator."""
+    return Helm(control_plane.programs["helm"], home=tmp_path, kubeconfig=control_plane.kubeconfig)
+
+
+@pytest.fixture
+def release(helm: Helm, namespace: str, tmp_path: Path, story: Story) -> Iterator[Release]:
+    """The release of the test, not installed yet; its pods find this environment's Python."""
+    kubeconfig = tmp_path / "release.kubeconfig"
+    environment = {"KUBECONFIG": str(kubeconfig), "PATH": str(Path(sys.executable).parent)}
+    values = tmp_path / "values.yaml"
+    values.write_text(
+        yaml.safe_dump(
+            {
+                "image": {"repository": SHELL_IMAGE},
+                "extraEnv": [{"name": k, "value": v} for k, v in environment.items()],
+            }
+        )
+    )
+    yield Release(helm, namespace, values, story)
+    helm("uninstall", RELEASE, "-n", namespace, "--ignore-not-found")
+
+
+@pytest.fixture
+def kubeconfig(
+    control_plane: ControlPlane, release: Release, tmp_path: Path
+) -> Callable[[], Path]:
+    """Write the kubeconfig of the release's service account."""
+
+    def write() -> Path:
+        identity = control_plane.service_account(release.namespace, NAME)
+        return identity.write_kubeconfig(tmp_path / "release.kubeconfig")
+
+    return write
+
+
+@pytest.fixture
+def start(
+    control_plane: ControlPlane,
+    release: Release,
+    kubeconfig: Callable[[], Path],
+    loopback: LoopbackBlock,
+    cluster_session: Session,
+    tmp_path: Path,
+) -> Iterator[Callable[..., OperatorProcess]]:
+    """Start operators with the flags of the release's Deployment, as its service account."""
+    started: list[OperatorProcess] = []
+
+    def start(*program: str | Path) -> OperatorProcess:
+        deployment = control_plane.client.get(
+            f"/apis/apps/v1/namespaces/{release.namespace}/deployments/{NAME}"
+        )
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        flags = [word for word in container["args"] if "bind-address" not in word]
+        metrics, probes = loopback.free_ports(2)
+        operator = OperatorProcess(
+            program=program or ("-m", "ling_operator.app"),
+            namespace=None,
+            kubeconfig=kubeconfig(),
+            addresses=OperatorAddresses(
+                f"{loopback.control_plane}:{metrics}", f"{loopback.control_plane}:{probes}"
+            ),
+            log=tmp_path / f"operator-{len(started)}.log",
+            session=cluster_session,
+            arguments=[*flags, f"--leader-election-namespace={release.namespace}"],
+        )
+        started.append(operator)
+        operator.wait_until_ready()
+        return operator
+
+    yield start
+    for operator in started:
+        operator.stop()
+
+
+@pytest.fixture
+def crd_of_the_session(control_plane: ControlPlane, repository: Path) -> Iterator[None]:
+    """Afterwards the CRD is this version's again."""
+    yield
+    (crd,) = load_manifests(repository / "manifests" / "crd" / "trainingruns.yaml")
+    control_plane.install_crd(crd)
+
+
+def schema(crd: Manifest) -> Manifest:
+    """Return what a CRD says of its objects, in a form that can be compared."""
+    (version,) = crd["spec"]["versions"]
+    return version["schema"]["openAPIV3Schema"]
+
+
+def identity(jobset: Manifest) -> tuple[str, int]:
+    return jobset["metadata"]["uid"], jobset["metadata"]["generation"]
+
+
+def leads(operator: OperatorProcess) -> bool:
+    page = operator.metrics()
+    passes = [
+        line for line in page.splitlines() if line.startswith("ling_operator_reconcile_total")
+    ]
+    return "ling_operator_leading 1.0" in page and any(not p.endswith(" 0.0") for p in passes)
+
+
+def refusals(audit_log: AuditLog, namespace: str) -> list[AuditRecord]:
+    """Return what the release's account asked for in vain; other tests' namespaces apart."""
+    user = f"system:serviceaccount:{namespace}:{NAME}"
+    return [
+        record
+        for record in audit_log.records(user=user)
+        if record.code in {401, 403} and record.namespace in {"", namespace}
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("crd_of_the_session")
+def test_a_run_lives_through_install_upgrade_rollback_and_uninstall(
+    release: Release,
+    runs: TrainingRuns,
+    start: Callable[..., OperatorProcess],
+    scripted_run: Callable[..., Manifest],
+    audit_log: AuditLog,
+    tmp_path: Path,
+    story: Story,
+) -> None:
+    client, namespace = runs.client, runs.namespace
+    pods_path = f"/api/v1/namespaces/{namespace}/pods"
+    release("install", OLDER_CHART, *ADOPT)
+    older = schema(client.get(CRD))
+    first = start()
+    runs.apply(scripted_run("lives"))
+    runs.wait_phase("lives", "Running")
+    before = identity(runs.jobset("lives"))
+    pods = {pod["metadata"]["uid"] for pod in runs.pods("lives")}
+
+    def untouched() -> bool:
+        now = {pod["metadata"]["uid"] for pod in runs.pods("lives")}
+        return identity(runs.jobset("lives")) == before and now == pods
+
+    after_upgrade = audit_log.mark()
+    release("upgrade", CHART)
+    current = schema(client.get(CRD))
+    assert current != older, "the frozen chart must have another CRD: nothing is upgraded"
+    program = tmp_path / "newer_rendering.py"
+    program.write_text(NEWER_RENDERING)
+    second = start(program)
+    assert first.stop() == 0
+    wait_for("the new operator to lead", lambda: leads(second))
+    shown = runs.wait_step("lives", 1)
+    runs.wait_step("lives", shown + 20)  # it watches the run that the old one started
+    assert untouched()
+    story.tell("the run of before the upgrade goes on: same JobSet, same generation, same pods")
+
+    runs.apply(scripted_run("diverges", steps=60, env={"NAN_STEP": "5"}))
+    runs.wait_phase("diverges", "Halted")
+    runs.wait_no_live_pod("diverges")
+    runs.edit("diverges", attempt=2, template={"env": []})
+    runs.wait_phase("diverges", "Complete")
+    annotations = [pod["metadata"]["annotations"] for pod in runs.pods("diverges")]
+    assert [each.get("example.com/rendering") for each in annotations] == ["newer", "newer"]
+    printed = release("test", "--logs")
+    assert "TrainingRuns are served: 2 in all namespaces" in printed
+    assert refusals(after_upgrade, namespace) == []
+
+    # The way back that keeps the CRD, and then the one that does not.
+    release("upgrade", OLDER_CHART, "--set", "crds.enabled=false")
+    assert schema(client.get(CRD)) == current
+    release("rollback", "1")
+    assert schema(client.get(CRD)) == older
+    assert untouched()
+
+    second.stop()
+    release("uninstall")
+    assert client.get(CRD)["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert client.find(f"{RBAC}/clusterroles/{NAME}") is None
+    assert runs.status("lives")["phase"] == "Running"
+    assert untouched()
+    story.tell("after the uninstall: CRD, TrainingRuns, JobSets and pods are still there")
+    assert client.items(pods_path)
+
+
+def test_a_release_of_one_namespace_runs_it_with_rights_in_that_namespace_alone(
+    release: Release,
+    runs: TrainingRuns,
+    start: Callable[..., OperatorProcess],
+    scripted_run: Callable[..., Manifest],
+    audit_log: AuditLog,
+) -> None:
+    client, namespace = runs.client, runs.namespace
+    one = f"watchNamespaces={{{namespace}}},crds.enabled=false,rbac.userRoles=false"
+    release("install", CHART, "--set", one)
+    assert client.find(f"{RBAC}/clusterroles/{NAME}") is None
+    start()
+    runs.apply(scripted_run("good", steps=40))
+    runs.wait_phase("good", "Complete")
+    assert refusals(audit_log, namespace) == []
+    release("uninstall")
