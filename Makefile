@@ -45,10 +45,11 @@ fmt: $(READY) ## Format the code
 images: ## Build both images; BASE, EXTRA, TAG, REPOSITORY: see scripts/build_images.sh
 	@bash scripts/build_images.sh
 
-manifests: $(READY) ## Write what is generated: manifests/crd, the chart's CRD, README and Grafana files
+manifests: $(READY) ## Write what is generated: manifests/crd, the chart's CRD, README and Grafana files, docs/metrics.md
 	@$(PY) -m ling_operator.crd
 	@$(PY) scripts/chart_files.py
 	@$(PY) scripts/grafana_dashboards.py
+	@$(PY) scripts/metrics_docs.py
 
 lock: $(READY) ## Resolve requirements/ again from pyproject.toml
 	@bash scripts/lock.sh

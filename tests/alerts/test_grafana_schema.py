@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent / "grafana_schema"
 MISTAKES: dict[str, tuple[str, str]] = {
     "a number as text": ('"schemaVersion": 39', '"schemaVersion": "39"'),
-    "a key that nobody reads": ('"title": "Ling / Run"', '"titel": "Ling / Run"'),
+    "a key that nobody reads": ('"title": "Ling / Run"', '"heading": "Ling / Run"'),
     "a panel that does not exist": ('"type": "timeseries"', '"type": "time-series"'),
     "an option that does not exist": ('"colorMode": "value"', '"colorMode": "foreground"'),
     "an option of another panel": ('"showValue": "never"', '"cellHeight": "sm"'),

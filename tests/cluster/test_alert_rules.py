@@ -263,6 +263,16 @@ CASES = (
         },
         {5: [], 6.5: ["LingWatchStale"]},
     ),
+    Case(
+        "a watch is refused",
+        {'ling_operator_watch_refused{kind="pods",pod="a"}': "1x100"},
+        {0: [], 1.5: ["LingWatchStale"]},
+    ),
+    Case(
+        "the API server refuses what a run needs, and then allows it",
+        {operator("ling_run_permitted"): "0x30 1x100"},
+        {4: [], 6: ["LingRunNotPermitted"], 20: []},
+    ),
 )
 RUN_LESS = {"LingOperatorDown": {}, "LingWatchStale": {"kind": "pods"}}
 
@@ -446,6 +456,7 @@ _SEVERITY = {
             "LingGradientNonFinite",
             "LingRunDiverged",
             "LingRunFailed",
+            "LingRunNotPermitted",
             "LingRunStalled",
             "LingOperatorDown",
         ),
