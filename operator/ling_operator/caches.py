@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ling_operator import views
 from ling_operator.api import GROUP, PLURAL, VERSION, TrainingRun
-from ling_operator.progress import heartbeat_targets, scrape_target
+from ling_operator.progress import heartbeat_targets, metrics_port_of, scrape_target
 from ling_operator.reflector import Change, Key, Reflector
 from ling_operator.rest import JsonObject, RestClient
 from ling_operator.scrape import ScrapeTarget
@@ -189,7 +189,8 @@ class Caches:
             return None
         pod = scrape_target(view.run, tuple(pods.values()))
         seconds = float(view.run.spec.health.scrape_interval_seconds)
-        return _scrape_job(key, pod, seconds) if pod is not None else None
+        port = metrics_port_of(view.run, pod) if pod is not None else 0
+        return _scrape_job(key, pod, seconds, port) if pod is not None else None
 
     def heartbeat_jobs(self, key: Key, interval_seconds: float) -> tuple[ScrapeJob, ...]:
         """Say where to read the heartbeats of a run's hosts; none for a run of one process."""
@@ -198,7 +199,7 @@ class Caches:
             return ()
         targets = heartbeat_targets(view.run, tuple(pods.values()))
         jobs = (
-            _scrape_job(key, pod, interval_seconds, container)
+            _scrape_job(key, pod, interval_seconds, metrics_port_of(view.run, pod), container)
             for pod in targets
             for container in range(pod.containers)
         )
@@ -297,13 +298,13 @@ class Caches:
 
 
 def _scrape_job(
-    key: Key, pod: PodView, interval_seconds: float, container: int = 0
+    key: Key, pod: PodView, interval_seconds: float, port: int, container: int = 0
 ) -> ScrapeJob | None:
-    if pod.ip is None or not pod.metrics_port:
+    if pod.ip is None or not port:
         return None
     target = ScrapeTarget(
         ip=pod.ip,
-        port=pod.metrics_port + container,
+        port=port + container,
         pod_uid=pod.uid,
         host_network=pod.host_network,
     )

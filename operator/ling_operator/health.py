@@ -16,6 +16,7 @@ class HealthSample:
       pod_uid: the pod that was asked.
       page_pod_uid: the pod that the page says it is of (ling_run_info); None if it does not say.
       is_nan, is_inf: of the loss of `step`; grad_is_nonfinite: of its raw gradient norm.
+      shows_nonfinite: the page has a series by which a step can be told to be not finite.
       nonfinite_steps: ling_nonfinite_steps_total by (kind, signal), as in ("nan",
         "NonFiniteLoss"); empty if the page has no such series.
       consecutive_max: longest row of non-finite steps since the process started.
@@ -37,6 +38,7 @@ class HealthSample:
     is_nan: bool = False
     is_inf: bool = False
     grad_is_nonfinite: bool = False
+    shows_nonfinite: bool = True
     nonfinite_steps: tuple[tuple[tuple[str, str], int], ...] = ()
     consecutive_max: int | None = None
     last_finite_step: int | None = None

@@ -82,9 +82,11 @@ def _metrics_available(observed: Observed, status: TrainingRunStatus) -> Fact:
     seconds = max(rule.factor * policy.scrape_interval_seconds, rule.floor_seconds)
     patience = timedelta(seconds=seconds)
     if health.sample_time is not None and observed.now - health.sample_time <= patience:
-        without = f" Rules without their series: {', '.join(health.missing)}."
-        message = "Metrics of process 0 are read." + (without if health.missing else "")
-        return "True", Reason.SCRAPED, message
+        message = "Metrics of process 0 are read."
+        if not health.missing:
+            return "True", Reason.SCRAPED, message
+        message = f"{message} Rules without their series: {', '.join(health.missing)}."
+        return "True", Reason.METRICS_MISSING, message
     ready = find(status.conditions, ConditionType.PODS_READY)
     since = ready.last_transition_time if ready is not None else None
     waited = since is not None and observed.now - since > patience

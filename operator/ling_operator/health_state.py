@@ -95,6 +95,8 @@ class HealthState(Seen):
     """Host whose heartbeat is behind the others'."""
     straggler_seconds: int | None = None
     """How far."""
+    shows_step: bool = True
+    """The last page had a step number."""
     missing: tuple[str, ...] = ()
-    """Rules whose series the last page lacked."""
+    """Rules that cannot be judged for want of series, each with the names of these."""
     alerts: tuple[Alert, ...] = ()

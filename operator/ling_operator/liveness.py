@@ -28,8 +28,9 @@ def fold_liveness(before: HealthState, sample: HealthSample, *, step: int) -> di
     advanced = step > before.step or is_first
     beat = sample.heartbeat or before.heartbeat_time
     heard = beat is not None and beat > (before.heartbeat_time or beat)
+    # A step number that rises from 0 may be the checkpoint's; the loss appears with a step.
     has_loss = sample.lm_loss is not None or sample.loss is not None
-    stepped = advanced and not is_first and has_loss
+    stepped = advanced and not is_first and (has_loss or before.step > 0)
     update: dict[str, object] = {
         "progress_time": sample.time if advanced else before.progress_time,
         "alive_time": sample.time if advanced or heard else before.alive_time,

@@ -1,7 +1,11 @@
 """NaN and infinities, by distinct steps in a row. Pure.
 
-A trainer's counters are latched: a NaN between two scrapes is still there at the next.
+A trainer's counters are latched: a NaN between two scrapes is still there at the next. A trainer
+that is not ours may have no more than a gauge, or a loss that is NaN: then a step counts that a
+page was read in, and without a step number a row is never longer than one.
 """
+
+import math
 
 from ling_operator.api import HealthPolicy, HealthState, Reason
 from ling_operator.health import Health, HealthSample, Verdict
@@ -35,11 +39,13 @@ def judge_nonfinite(state: HealthState, policy: HealthPolicy) -> Verdict | None:
         return None
     reason = state.signal or Reason.DIVERGED
     what = "gradients are" if reason == Reason.NON_FINITE_GRADIENT else "loss is"
+    first = state.first_nonfinite_step
+    since = f"From step {first} on the" if first is not None else "The"
     return Verdict(
         health=Health.DIVERGED,
         reason=reason,
         message=(
-            f"From step {state.first_nonfinite_step} on the {what} {state.value or 'not finite'}; "
+            f"{since} {what} {state.value or 'not finite'}; "
             f"{longest} in a row, and spec.health.nonFinite.consecutiveSteps is "
             f"{rule.consecutive_steps}."
         ),
@@ -50,27 +56,52 @@ def judge_nonfinite(state: HealthState, policy: HealthPolicy) -> Verdict | None:
 
 
 def _is_bad(sample: HealthSample) -> bool:
-    return sample.is_nan or sample.is_inf or sample.grad_is_nonfinite
+    return _loss_is_nan(sample) or _loss_is_inf(sample) or _gradient_is_bad(sample)
+
+
+def _loss_is_nan(sample: HealthSample) -> bool:
+    return sample.is_nan or any(map(math.isnan, _losses(sample)))
+
+
+def _loss_is_inf(sample: HealthSample) -> bool:
+    return sample.is_inf or any(map(math.isinf, _losses(sample)))
+
+
+def _gradient_is_bad(sample: HealthSample) -> bool:
+    norm = sample.raw_grad_norm
+    return sample.grad_is_nonfinite or (
+        norm is not None and sample.step != 0 and not math.isfinite(norm)
+    )
+
+
+def _losses(sample: HealthSample) -> list[float]:
+    """Return the losses of a step; before the first a gauge may hold whatever it began with."""
+    if sample.step == 0:
+        return []
+    return [loss for loss in (sample.loss, sample.lm_loss) if loss is not None]
 
 
 def _nonfinite_steps(before: HealthState, sample: HealthSample) -> int:
     """Count the process's non-finite steps: its own counter, or the bad steps seen without one."""
     if sample.nonfinite_steps:
         return sum(count for _, count in sample.nonfinite_steps)
-    new = _is_bad(sample) and sample.step is not None and sample.step > before.step
-    return before.process_nonfinite_steps + int(new)
+    is_new = before.nonfinite_row == 0 if sample.step is None else sample.step > before.step
+    return before.process_nonfinite_steps + int(_is_bad(sample) and is_new)
 
 
 def _rows(before: HealthState, sample: HealthSample, seen: int) -> tuple[int, int]:
     """Return the row of non-finite steps that reaches the sample, and the longest one known.
 
     The trainer's own longest row wins. Without it a row is what distinct steps prove: every step
-    after the last finite one where the page tells it, else one for each bad step that was seen.
+    after the last finite one where the page tells it, else one for each bad step that was seen;
+    pages without a step number may all be of one step.
     """
     if not _is_bad(sample):
         row = 0
     elif sample.last_finite_step is not None and sample.step is not None:
         row = max(sample.step - sample.last_finite_step, 1)
+    elif sample.step is None:
+        row = 1
     else:
         row = before.nonfinite_row + int((sample.step or 0) > before.step)
     latched = int(seen > 0)
@@ -89,14 +120,18 @@ def _evidence(before: HealthState, sample: HealthSample, row: int) -> dict[str, 
     """Say which step, which signal and which value: of the row's first step where it is known."""
     last = sample.last_nonfinite_step or sample.step or before.step
     length = row or sample.consecutive_max or 1
+    first = max(last - length + 1, 1) if last else None  # a page may have no step number
     counts = {key: count for key, count in sample.nonfinite_steps if count}
     kinds = {kind for kind, _ in counts}
     signals = {signal for _, signal in counts}
-    loss_is_bad = sample.is_nan or sample.is_inf or Reason.NON_FINITE_LOSS in signals
-    is_inf = (sample.is_inf and not sample.is_nan) or kinds == {"inf"}
+    loss_is_nan, loss_is_inf = _loss_is_nan(sample), _loss_is_inf(sample)
+    loss_is_bad = loss_is_nan or loss_is_inf or Reason.NON_FINITE_LOSS in signals
+    norm = sample.raw_grad_norm
+    norm_is_inf = not loss_is_bad and norm is not None and math.isinf(norm)
+    is_inf = (loss_is_inf and not loss_is_nan) or kinds == {"inf"} or norm_is_inf
     return {
-        "first_nonfinite_step": max(last - length + 1, 1),
-        "last_nonfinite_step": last,
+        "first_nonfinite_step": first,
+        "last_nonfinite_step": last or None,
         "signal": Reason.NON_FINITE_LOSS if loss_is_bad else Reason.NON_FINITE_GRADIENT,
         "value": "inf" if is_inf else "nan",
     }

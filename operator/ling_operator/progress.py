@@ -221,7 +221,9 @@ def _count_restarts(
         update={
             "job_set_restarts": max(seen, status.job_set_restarts),
             "restarts": status.restarts + new,
-            "restarts_without_progress": status.restarts_without_progress + new,
+            # Without a step number on the page nobody can say whether a restart got further.
+            "restarts_without_progress": status.restarts_without_progress
+            + (new if status.health.shows_step else 0),
         }
     )
 

@@ -16,6 +16,10 @@ from ling_trainer import health_metrics as series
 TIMEOUT_SECONDS = 3.0
 MAX_PAGE_BYTES = 256 * 1024
 _LARGEST_COUNT = 2**53  # beyond it a float is no exact integer
+_TELL_NONFINITE = (
+    series.IS_NAN, series.IS_INF, series.GRAD_IS_NONFINITE, series.LOSS, series.LM_LOSS,
+    series.RAW_GRAD_NORM, series.CONSECUTIVE_MAX,
+)  # fmt: skip
 _HEADERS = {"Accept": "text/plain; version=0.0.4", "Accept-Encoding": "identity"}
 
 
@@ -152,6 +156,7 @@ def _sample(
         is_nan=level(series.IS_NAN) == 1,
         is_inf=level(series.IS_INF) == 1,
         grad_is_nonfinite=level(series.GRAD_IS_NONFINITE) == 1,
+        shows_nonfinite=bool(nonfinite) or any(level(s) is not None for s in _TELL_NONFINITE),
         nonfinite_steps=tuple(sorted(nonfinite.items())),
         consecutive_max=count(series.CONSECUTIVE_MAX),
         last_finite_step=count(series.LAST_FINITE_STEP),

@@ -22,6 +22,15 @@ from ling_operator.health_policy import (
     ZeroLossPolicy,
 )
 from ling_operator.health_state import SeriesState, Window
+from ling_trainer.health_metrics import (
+    LM_LOSS,
+    NUM_GRAD_ELEMENTS,
+    NUM_ZEROS,
+    RAW_GRAD_NORM,
+    STEP,
+    TOTAL_WEIGHTS,
+    Metric,
+)
 
 MIN_VALUES = 10
 """Values that a window must hold before a step is judged by it."""
@@ -70,7 +79,6 @@ def fold_series(
             _fold(before.weights, step, weights, mask, _weights_are_few, mask.window)
         ),
         "zero_loss": _fold(before.zero_loss, step, loss, policy.zero_loss, _loss_is_zero, 0),
-        "missing": _missing(sample),
     }
 
 
@@ -223,16 +231,24 @@ def _share_of_zeros(sample: HealthSample) -> float | None:
     return _finite(zeros / elements)
 
 
-def _missing(sample: HealthSample) -> tuple[str, ...]:
-    """Name the rules whose series the page lacks."""
-    absent = {
-        "lossSpike": sample.lm_loss is None and sample.loss is None,
-        "gradNormSpike": sample.raw_grad_norm is None,
-        "numZeros": sample.num_zeros is None or sample.num_grad_elements is None,
-        "totalWeights": sample.total_weights is None,
-        "zeroLoss": sample.lm_loss is None and sample.loss is None,
+def series_missing(sample: HealthSample) -> dict[str, tuple[str, ...]]:
+    """Return the series that each rule over series needs and the page lacks."""
+    loss = None if sample.lm_loss is None and sample.loss is None else 0.0
+    needed: dict[str, tuple[tuple[Metric, float | None], ...]] = {
+        "lossSpike": ((LM_LOSS, loss),),
+        "gradNormSpike": ((RAW_GRAD_NORM, sample.raw_grad_norm),),
+        "numZeros": (
+            (NUM_ZEROS, sample.num_zeros),
+            (NUM_GRAD_ELEMENTS, sample.num_grad_elements),
+        ),
+        "totalWeights": ((TOTAL_WEIGHTS, sample.total_weights),),
+        "zeroLoss": ((LM_LOSS, loss),),
     }
-    return tuple(rule for rule, is_absent in absent.items() if is_absent)
+    steps = ((STEP, sample.step),)
+    return {
+        rule: tuple(metric.name for metric, value in (*steps, *series) if value is None)
+        for rule, series in needed.items()
+    }
 
 
 def _verdict(

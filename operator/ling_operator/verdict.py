@@ -9,7 +9,8 @@ from ling_operator.health import Health, HealthSample, Heartbeat, Verdict
 from ling_operator.health_state import Window
 from ling_operator.liveness import fold_heartbeats, fold_liveness, judge_stall, judge_straggler
 from ling_operator.nonfinite import fold_nonfinite, judge_nonfinite
-from ling_operator.series_rules import fold_series, judge_series
+from ling_operator.series_rules import fold_series, judge_series, series_missing
+from ling_trainer.health_metrics import HEARTBEAT, IS_NAN, STEP
 
 __all__ = [
     "Health",
@@ -45,12 +46,35 @@ def fold(state: HealthState, sample: HealthSample, policy: HealthPolicy) -> Heal
         "sample_time": sample.time,
         "step": step,
         "highest_step": max(before.highest_step, step),
+        "shows_step": sample.step is not None,
     }
     update |= fold_nonfinite(before, sample)
     update |= fold_liveness(before, sample, step=step)
     if step > before.step and update["stepping"]:
         update |= fold_series(before, sample, policy, step=step)
+    if update["stepping"] or sample.step is None:  # a first step brings most series
+        update["missing"] = missing_series(sample, policy)
     return before.model_copy(update=update)
+
+
+def missing_series(sample: HealthSample, policy: HealthPolicy) -> tuple[str, ...]:
+    """Name the rules, less those that are ignored, whose series the page lacks, and the series."""
+    without_step = (STEP.name,) if sample.step is None else ()
+    row = policy.non_finite.consecutive_steps > 1 and sample.consecutive_max is None
+    signal = () if sample.shows_nonfinite else (IS_NAN.name,)
+    beat = (HEARTBEAT.name,) if sample.heartbeat is None else ()
+    lacking = {
+        "nonFinite": signal + (without_step if row else ()),
+        **series_missing(sample),
+        "stall": without_step if sample.heartbeat is None else (),
+        "straggler": beat,
+    }
+    rules = {str(field.alias): name for name, field in HealthPolicy.model_fields.items()}
+    return tuple(
+        f"{rule} ({', '.join(names)})"
+        for rule, names in lacking.items()
+        if names and getattr(policy, rules[rule]).action != "Ignore"
+    )
 
 
 def findings(state: HealthState, policy: HealthPolicy) -> tuple[Verdict, ...]:

@@ -24,6 +24,7 @@ from ling_trainer.schema import ConfigError
 type Raw = Mapping[str, Any]
 
 JOB_INDEX_LABEL = "jobset.sigs.k8s.io/job-index"
+JOB_GLOBAL_INDEX_LABEL = "jobset.sigs.k8s.io/job-global-index"
 JOB_SET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 JOB_SET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
 RESTART_ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
@@ -108,7 +109,7 @@ class PodView:
       deleting: its deletion has begun; it is live until its phase is terminal or it is gone.
       gone: it was deleted; kept for its exit code.
       created: when, by the API server's clock.
-      job_index: slice.
+      job_index: slice; of a JobSet with several replicated Jobs, the Job's place among them all.
       completion_index: host of the slice.
       restart_attempt: JobSet's count of restarts when it was made.
     """
@@ -229,16 +230,23 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
     """Read a pod as the API server returns it; gone marks one from a DELETED watch event."""
     metadata, spec, status = (_map(raw, key) for key in ("metadata", "spec", "status"))
     labels, annotations = _map(metadata, "labels"), _map(metadata, "annotations")
-    states = _trainer_states(status)
+    trainers = [name for name in _names(spec, "containers") if is_trainer(name)]
+    # A pod of somebody else's image may call its containers as it likes: any may be the trainer.
+    candidates = trainers or _names(spec, "containers") or _names(status, "containerStatuses")
+    states = [
+        _map(container, "state")
+        for container in _list(status, "containerStatuses")
+        if container.get("name") in candidates
+    ]
     ended = _gravest_end(states)
-    trainers = [c for c in _list(spec, "containers") if is_trainer(str(c.get("name")))]
+    running = ["running" in state for state in states]
     return PodView(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
         job_set=labels.get(JOB_SET_NAME_LABEL, ""),
         job_set_uid=labels.get(JOB_SET_UID_LABEL, ""),
         attempt=_int(labels.get(ATTEMPT_LABEL)),
-        job_index=_int(labels.get(JOB_INDEX_LABEL)),
+        job_index=_int(labels.get(JOB_GLOBAL_INDEX_LABEL, labels.get(JOB_INDEX_LABEL))),
         completion_index=_int(labels.get(COMPLETION_INDEX_LABEL)),
         restart_attempt=_int(labels.get(RESTART_ATTEMPT_LABEL)),
         ip=status.get("podIP"),
@@ -246,7 +254,7 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
         host_network=bool(spec.get("hostNetwork", False)),
         metrics_port=_int(annotations.get(METRICS_PORT_ANNOTATION)),
         phase=status.get("phase", "Pending"),
-        ready=bool(states) and all("running" in state for state in states),
+        ready=bool(running) and (all(running) if trainers else any(running)),
         exit_code=ended.get("exitCode"),
         termination=parse_termination(ended.get("message", "")),
         deleting="deletionTimestamp" in metadata,
@@ -254,7 +262,7 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
         gone=gone,
         end_reason=ended.get("reason", ""),
         message=clip(ended.get("message", ""), MESSAGE_BYTES),
-        container=str(trainers[0]["name"]) if trainers else TRAINER_CONTAINER,
+        container=candidates[0] if candidates else TRAINER_CONTAINER,
         containers=max(len(trainers), 1),
     )
 
@@ -284,9 +292,8 @@ def is_trainer(container: str) -> bool:
     return re.fullmatch(rf"{TRAINER_CONTAINER}(-[0-9]+)?", container) is not None
 
 
-def _trainer_states(status: Raw) -> list[Raw]:
-    containers = _list(status, "containerStatuses")
-    return [_map(c, "state") for c in containers if is_trainer(str(c.get("name")))]
+def _names(part: Raw, key: str) -> list[str]:
+    return [str(container.get("name")) for container in _list(part, key)]
 
 
 def _gravest_end(states: list[Raw]) -> Raw:

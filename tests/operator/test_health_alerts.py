@@ -195,9 +195,17 @@ def test_rules_without_their_series_are_named_where_metrics_are_said_to_be_read(
     scene: Any,
 ) -> None:
     run = Watched(scene)
-    run.steps(3, raw_grad_norm=1.0)
-    (message,) = [c.message for c in run.status.conditions if c.type == "MetricsAvailable"]
-    assert "without their series: numZeros, totalWeights." in message
+    run.steps(3, num_zeros=None, total_weights=None)
+    (condition,) = [c for c in run.status.conditions if c.type == "MetricsAvailable"]
+    assert (condition.status, condition.reason) == ("True", "MetricsMissing")
+    assert condition.message.endswith(
+        "Rules without their series: numZeros (ling_learning_num_zeros), "
+        "totalWeights (ling_learning_total_weights)."
+    )
+    assert (run.status.phase, run.told("MetricsMissing")) == ("Running", 0)
+    halting = Watched(scene, metricsMissing={"action": "Halt"})
+    halting.steps(3, num_zeros=None)
+    assert halting.status.phase == "Running", "a page was read"
 
 
 def test_a_row_that_grows_is_written_at_once_and_an_alert_that_lasts_is_not(scene: Any) -> None:

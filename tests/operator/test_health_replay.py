@@ -186,7 +186,7 @@ def test_by_default_a_finite_series_only_halts_a_run_that_learns_nothing() -> No
     actions = {
         name: getattr(rules, name).action
         for name in HealthPolicy.model_fields
-        if name not in {"scrape_interval_seconds", "trainer_stops"}
+        if name not in {"scrape_interval_seconds", "trainer_stops", "halt_mode"}
     }
     halting = {name for name, action in actions.items() if action == "Halt"}
     assert halting == {"non_finite", "zero_loss"}

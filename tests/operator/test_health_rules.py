@@ -174,7 +174,7 @@ def test_values_that_are_no_numbers_are_left_to_the_rule_for_them() -> None:
     bad = [math.nan, math.inf, -math.inf, None] * 5
     for series in ("lm_loss", "raw_grad_norm", "num_zeros", "total_weights"):
         state = folded(pages(series, [*CALM, *bad]))
-        assert reasons(state) == []
+        assert reasons(state, policy(nonFinite={"action": "Ignore"})) == []
         json.dumps(state.model_dump(mode="json"), allow_nan=False)
 
 
@@ -185,7 +185,29 @@ def test_a_foreign_page_is_judged_by_what_it_has_and_says_what_it_lacks() -> Non
     ]
     state = folded(bare)
     assert reasons(state) == ["LossSpike"]
-    assert state.missing == ("gradNormSpike", "numZeros", "totalWeights")
+    assert state.missing == (
+        "gradNormSpike (ling_learning_raw_grad_norm)",
+        "numZeros (ling_learning_num_zeros, ling_learning_num_grad_elements)",
+        "totalWeights (ling_learning_total_weights)",
+        "straggler (ling_heartbeat_timestamp_seconds)",
+    )
+    quiet = policy(gradNormSpike={"action": "Ignore"}, numZeros={"action": "Ignore"})
+    assert folded(bare, quiet).missing == state.missing[2:]
+
+
+def test_a_page_without_a_step_number_leaves_only_non_finite_to_judge() -> None:
+    state = folded([HealthSample(time=at(0), pod_uid="pod-0", is_nan=False, heartbeat=at(0))])
+    needing = {name.partition(" ")[0] for name in state.missing if "ling_step" in name}
+    assert needing == {"lossSpike", "gradNormSpike", "numZeros", "totalWeights", "zeroLoss"}
+    mute = HealthSample(time=at(0), pod_uid="pod-0", step=None, shows_nonfinite=False)
+    assert folded([mute]).missing[0] == "nonFinite (ling_learning_is_nan)"
+    assert "stall (ling_step)" in folded([mute]).missing
+
+
+def test_what_a_first_step_brings_is_not_missed_before_it() -> None:
+    restored = HealthSample(time=at(0), pod_uid="pod-0", step=0, shows_nonfinite=False)
+    later = replace(restored, time=at(5), step=100)
+    assert folded([restored, later]).missing == ()
 
 
 @pytest.mark.parametrize(

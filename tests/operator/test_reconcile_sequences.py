@@ -251,6 +251,17 @@ def test_three_restarts_without_a_new_step_end_the_run(scene: Any, story: Story)
     assert story.status.restarts == 3
 
 
+def test_restarts_of_a_trainer_that_shows_no_step_are_not_held_against_it(
+    scene: Any, story: Story
+) -> None:
+    for count in range(1, 9):
+        restart(scene, story, count)
+        uid, seconds = f"pod-0-{count}", count * 60 + 40
+        page = scene.sample(1, seconds, pod_uid=uid, page_pod_uid=uid)
+        story.see(seconds, sample=replace(page, step=None))
+    assert (story.status.phase, story.status.restarts) == ("Running", 8)
+
+
 def test_restarts_with_progress_go_on_for_ever(scene: Any, story: Story) -> None:
     story.see(0, sample=scene.sample(20))
     for count in range(1, 9):

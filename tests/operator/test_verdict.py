@@ -1,5 +1,6 @@
 """The fold over pages and the judgement: what counts as divergence, and what never does."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -133,8 +134,51 @@ def test_the_policy_decides_what_follows(scene: Any, action: str, health: str) -
 
 
 def test_a_page_without_a_single_series_of_the_contract_proves_nothing(scene: Any) -> None:
-    empty = HealthSample(time=scene.now, pod_uid="pod-0", is_nan=True)
+    empty = HealthSample(time=scene.now, pod_uid="pod-0", shows_nonfinite=False)
     assert judge(folded(empty), policy()).health == Health.HEALTHY
+
+
+@pytest.mark.parametrize("step", [None, 12])
+@pytest.mark.parametrize(
+    ("series", "reason", "value"),
+    [
+        ({"is_nan": True}, "NonFiniteLoss", "nan"),
+        ({"is_inf": True}, "NonFiniteLoss", "inf"),
+        ({"loss": math.nan}, "NonFiniteLoss", "nan"),
+        ({"lm_loss": math.inf}, "NonFiniteLoss", "inf"),
+        ({"raw_grad_norm": math.nan}, "NonFiniteGradient", "nan"),
+        ({"raw_grad_norm": math.inf}, "NonFiniteGradient", "inf"),
+        ({"grad_is_nonfinite": True}, "NonFiniteGradient", "nan"),
+        ({"nonfinite_steps": ((NAN[0], 1),)}, "NonFiniteLoss", "nan"),
+    ],
+    ids=str,
+)
+def test_any_one_series_of_a_foreign_page_is_enough_for_a_verdict(
+    scene: Any, series: dict[str, Any], reason: str, value: str, step: int | None
+) -> None:
+    bare = HealthSample(time=scene.now, pod_uid="pod-0", step=step, **series)
+    state = folded(bare)
+    verdict = judge(state, policy())
+    assert (verdict.health, verdict.reason, verdict.value) == (Health.DIVERGED, reason, value)
+    assert verdict.step == step
+    assert state.nonfinite_steps == 1
+
+
+def test_pages_without_a_step_number_are_a_row_of_one(scene: Any) -> None:
+    state = HealthState()
+    for second in range(5):
+        bare = HealthSample(time=scene.at(second), pod_uid="pod-0", is_nan=True)
+        state = fold(state, bare, policy(2))
+    assert (state.longest_nonfinite_row, state.nonfinite_steps) == (1, 1)
+    assert judge(state, policy(2)).health == Health.HEALTHY
+    assert "nonFinite (ling_step)" in state.missing
+
+
+def test_a_loss_gauge_that_begins_as_nan_is_no_step(scene: Any) -> None:
+    before = HealthSample(
+        time=scene.now, pod_uid="pod-0", step=0, loss=math.nan, raw_grad_norm=math.nan
+    )
+    assert judge(folded(before), policy()).health == Health.HEALTHY
 
 
 SAMPLES = st.builds(
@@ -168,7 +212,7 @@ def test_folding_a_page_twice_is_folding_it_once(samples: list[HealthSample]) ->
 @given(st.lists(SAMPLES, max_size=8))
 @settings(deadline=None)
 def test_pages_of_finite_steps_never_diverge(samples: list[HealthSample]) -> None:
-    good = {"is_nan": False, "is_inf": False, "grad_is_nonfinite": False}
+    good = {"is_nan": False, "is_inf": False, "grad_is_nonfinite": False, "loss": 3.0}
     state = HealthState()
     for sample in samples:
         counted = replace(sample, nonfinite_steps=(), consecutive_max=0, **good)
