@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+_SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
 _VALID = datetime.timedelta(days=2)
 
 
@@ -39,26 +41,36 @@ class CertificateAuthority:
         self.certificate = directory / "ca.crt"
         self.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def serving(self, directory: Path, *, address: str) -> KeyPair:
-        """Write tls.crt and tls.key for a server at IP `address` into `directory`."""
+    def serving(self, directory: Path, *, address: str, others: Sequence[str] = ()) -> KeyPair:
+        """Write tls.crt and tls.key for a server at IP `address`, and at `others`."""
+        addresses = [x509.IPAddress(ipaddress.ip_address(each)) for each in (address, *others)]
+        names = x509.SubjectAlternativeName([*addresses, x509.DNSName("localhost")])
+        return self._issue(directory, _common_name(address), _SERVER, names)
+
+    def client(self, directory: Path, *, user: str) -> KeyPair:
+        """Write tls.crt and tls.key of a client that is `user`."""
+        return self._issue(directory, _common_name(user), _CLIENT, None)
+
+    def _issue(
+        self,
+        directory: Path,
+        subject: x509.Name,
+        usage: x509.ObjectIdentifier,
+        names: x509.SubjectAlternativeName | None,
+    ) -> KeyPair:
         directory.mkdir(parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
-        names: list[x509.GeneralName] = [
-            x509.IPAddress(ipaddress.ip_address(address)),
-            x509.DNSName("localhost"),
-        ]
+        builder = _builder(subject, self._name, key.public_key())
+        if names is not None:
+            builder = builder.add_extension(names, critical=False)
         certificate = (
-            _builder(_common_name(address), self._name, key.public_key())
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_key_usage(signs_certificates=False), critical=True)
             .add_extension(
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
                 critical=False,
             )
-            .add_extension(
-                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False
-            )
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         pair = KeyPair(directory / "tls.crt", directory / "tls.key")

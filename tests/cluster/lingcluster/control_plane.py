@@ -13,7 +13,8 @@ import json
 import secrets
 import ssl
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lingcluster import jobset_controller, kueue_controller
@@ -56,6 +57,23 @@ _CONTROLLERS = (
 )
 
 
+@dataclass(frozen=True)
+class Additions:
+    """What a control plane has beside what every test needs.
+
+    Attributes:
+      users: name -> group.
+      controllers: of the controller manager.
+      addresses: beside its own at which the API server's certificate is valid.
+      api_server_flags: they come last, and so win.
+    """
+
+    users: Mapping[str, str] = field(default_factory=dict[str, str])
+    controllers: Sequence[str] = ()
+    addresses: Sequence[str] = ()
+    api_server_flags: Sequence[str] = ()
+
+
 class ControlPlane:
     """Starts on `start`, ends on `stop`.
 
@@ -64,6 +82,7 @@ class ControlPlane:
       directory: for state, keys, kubeconfigs and logs; empty.
       block: the session's loopback addresses.
       session: owner of the processes.
+      additions: None for none.
 
     Attributes:
       server: the API server's URL.
@@ -74,8 +93,15 @@ class ControlPlane:
     """
 
     def __init__(
-        self, programs: Programs, directory: Path, block: LoopbackBlock, session: Session
+        self,
+        programs: Programs,
+        directory: Path,
+        block: LoopbackBlock,
+        session: Session,
+        *,
+        additions: Additions | None = None,
     ) -> None:
+        self.additions = additions or Additions()
         self.programs = programs
         self.directory = directory
         self.session = session
@@ -85,8 +111,11 @@ class ControlPlane:
         self.ports = dict(zip(names, block.free_ports(len(names)), strict=True))
         self.server = f"https://{self.address}:{self.ports['apiserver']}"
         self.authority = CertificateAuthority(directory)
-        self.serving = self.authority.serving(directory / "serving", address=self.address)
-        self._tokens = {user: secrets.token_hex(16) for user in _USERS}
+        self.serving = self.authority.serving(
+            directory / "serving", address=self.address, others=self.additions.addresses
+        )
+        self._users = {**_USERS, **self.additions.users}
+        self._tokens = {user: secrets.token_hex(16) for user in self._users}
         self.client = KubeClient(self.identity("admin"))
         self.kubeconfig = self.identity("admin").write_kubeconfig(directory / "admin.kubeconfig")
         self.kubectl = Kubectl(programs["kubectl"], self.kubeconfig, home=directory)
@@ -215,7 +244,8 @@ class ControlPlane:
         tokens.touch(mode=0o600)
         tokens.write_text(
             "".join(
-                f'{self._tokens[user]},{user},{user},"{group}"\n' for user, group in _USERS.items()
+                f'{self._tokens[user]},{user},{user},"{group}"\n'
+                for user, group in self._users.items()
             )
         )
         policy = self.directory / "audit-policy.json"
@@ -246,6 +276,7 @@ class ControlPlane:
             "--allow-privileged=true",
             f"--audit-policy-file={policy}",
             f"--audit-log-path={self.audit_log.path}",
+            *self.additions.api_server_flags,
         )
         server.wait_ready(
             lambda: self._healthy(self.server, "/readyz", self._tokens["admin"]),
@@ -259,7 +290,7 @@ class ControlPlane:
             f"--service-account-private-key-file={self.directory / 'service-account.key'}",
             f"--root-ca-file={self.authority.certificate}",
             "--use-service-account-credentials=true",
-            f"--controllers={','.join(_CONTROLLERS)}",
+            f"--controllers={','.join([*_CONTROLLERS, *self.additions.controllers])}",
         )
 
     def _start_scheduler(self) -> None:
