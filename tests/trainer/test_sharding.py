@@ -1,5 +1,7 @@
 """Meshes and shardings. Steps on meshes of 8 devices are in test_equivalences_sharded.py."""
 
+from dataclasses import dataclass
+
 import jax
 import pytest
 
@@ -29,6 +31,32 @@ def test_data_takes_the_devices_that_the_others_leave() -> None:
     assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
     assert replicated(mesh).spec == jax.P()
     assert batch_sharding(mesh).spec == jax.P(("data", "fsdp", "expert"))
+
+
+@dataclass(frozen=True)
+class _Chip:
+    """As much of a device of a slice as a mesh looks at."""
+
+    id: int
+    slice_index: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+    process_index: int = 0
+
+
+def test_only_the_data_axis_reaches_from_slice_to_slice() -> None:
+    chips = [_Chip(id=number, slice_index=number % 4) for number in range(64)]
+    mesh = make_mesh(MeshConfig(ici_fsdp_parallelism=2, ici_expert_parallelism=4), chips)
+    assert dict(mesh.shape) == {"data": 8, "fsdp": 2, "expert": 4, "tensor": 1}
+    of_rows = [{chip.slice_index for chip in row.flat} for row in mesh.devices]
+    assert of_rows == [{0}, {0}, {1}, {1}, {2}, {2}, {3}, {3}]
+    assert {chip.id for chip in mesh.devices.flat} == set(range(64))
+
+
+def test_axes_that_would_span_slices_are_refused() -> None:
+    chips = [_Chip(id=number, slice_index=number // 4) for number in range(16)]
+    with pytest.raises(ConfigError, match=r"ici_data_parallelism=2 is not a multiple of the 4"):
+        make_mesh(MeshConfig(ici_expert_parallelism=8), chips)
 
 
 def test_stacked_groups_are_never_split_over_their_layers() -> None:

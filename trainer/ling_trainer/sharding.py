@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ling_trainer.config import MeshConfig
@@ -53,12 +54,16 @@ _EXPERTS: dict[str, _Dims] = {
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
     """Lay devices out as a mesh with axes data, fsdp, expert and tensor.
 
+    Of several slices the data axis is the outer one: between slices, whose network is slow, only
+    gradients are summed.
+
     Args:
       config: sizes of the axes; ici_data_parallelism=-1 takes what the others leave.
       devices: all devices of all processes.
 
     Raises:
-      ConfigError: the product of the sizes is not the number of devices.
+      ConfigError: the product of the sizes is not the number of devices, or the slices cannot
+        share the data axis.
     """
     others = {
         "ici_fsdp_parallelism": config.ici_fsdp_parallelism,
@@ -76,8 +81,31 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
             "(ici_data_parallelism=-1 takes what the others leave)"
         )
         raise ConfigError(msg)
-    shape = (data, *others.values())
-    return jax.make_mesh(shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices)
+    shape, kinds = (data, *others.values()), (AxisType.Auto,) * len(AXES)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return jax.make_mesh(shape, AXES, kinds, devices=devices)
+    return Mesh(_over_slices(shape, devices, slices), AXES, axis_types=kinds)
+
+
+def _over_slices(shape: tuple[int, ...], devices: Sequence[Any], slices: int) -> Any:
+    """Lay out the devices of several slices, which jax.make_mesh refuses."""
+    data, *others = shape
+    if data % slices:
+        msg = (
+            f"mesh.ici_data_parallelism={data} is not a multiple of the {slices} slices, and only "
+            "the data axis may reach from one to another; lower the other axes' product to what "
+            "divides a slice"
+        )
+        raise ConfigError(msg)
+    # As jax.make_mesh does for these, whose slices are flat.
+    flat = devices[0].device_kind in {"TPU v5 lite", "TPU v5e"}
+    return mesh_utils.create_hybrid_device_mesh(
+        (data // slices, *others),
+        (slices, *(1 for _ in others)),
+        devices,
+        allow_split_physical_axes=flat,
+    )
 
 
 def param_shardings(abstract_params: Any, mesh: Mesh) -> Any:
