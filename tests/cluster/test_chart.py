@@ -233,7 +233,7 @@ def test_a_run_lives_through_install_upgrade_rollback_and_uninstall(
     assert refusals(after_upgrade, namespace) == []
 
     # The way back that keeps the CRD, and then the one that does not.
-    release("upgrade", OLDER_CHART, "--set", "crds.enabled=false")
+    release("upgrade", OLDER_CHART, "--reset-then-reuse-values", "--set", "crds.enabled=false")
     assert schema(client.get(CRD)) == current
     release("rollback", "1")
     assert schema(client.get(CRD)) == older
