@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from ling_operator import reflector as reflector_module
+from ling_operator import rest
 from ling_operator.connection import Connection
-from ling_operator.reflector import Change, Reflector
+from ling_operator.reflector import FIRST_BACKOFF_SECONDS, Change, Reflector
 from ling_operator.rest import ApiError, RestClient
 
 PATH = "/apis/example.com/v1/things"
@@ -295,6 +297,45 @@ async def test_a_refused_list_is_retried_more_and_more_slowly_until_it_is_allowe
         assert reflector.last_activity_age < 1.7, "retrying is being alive"
         server.list_status = 200
         await until(reflector.synced.is_set)
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_that_lasts_is_reported_until_a_watch_opens_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reflector_module, "_REFUSAL_SECONDS", 0.5)
+    server = ThingServer()
+    async with reflecting(server) as (reflector, _):
+        await until(lambda: bool(server.watches))
+        assert reflector.refusal is reflector.problem is None
+        server.watch_answer, server.list_status = "gone", 403
+        server.bookmark()
+        await until(lambda: reflector.problem is not None)
+        await until(lambda: reflector.refusal is not None)
+        assert "no list for you" in str(reflector.refusal)
+        server.watch_answer, server.list_status = "normal", 200
+        await until(lambda: reflector.refusal is None)
+        assert reflector.problem is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fault", ["expired", "gone"])
+async def test_lost_history_is_no_refusal(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reflector_module, "_REFUSAL_SECONDS", 0.0)
+    server = ThingServer()
+    server.watch_answer = fault
+    async with reflecting(server) as (reflector, _):
+        await until(lambda: len(server.watches) >= 3)
+        assert reflector.refusal is None
+
+
+def test_at_the_default_settings_a_dead_watch_is_replaced_within_90_seconds() -> None:
+    assert rest.READ_IDLE_SECONDS > 61, "the API server sends a bookmark after 60 s of silence"
+    again = FIRST_BACKOFF_SECONDS + rest.CONNECT_SECONDS
+    assert rest.READ_IDLE_SECONDS + again < 90
+    # A request on a connection that died with the watch's ends before the watch is given up, so
+    # that the list cannot be sent on it: idle ones are closed after 15 s.
+    assert rest.REQUEST_SECONDS < rest.READ_IDLE_SECONDS
 
 
 @pytest.mark.asyncio
