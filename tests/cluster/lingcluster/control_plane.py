@@ -121,6 +121,7 @@ class ControlPlane:
         self.kubectl = Kubectl(programs["kubectl"], self.kubeconfig, home=directory)
         self.audit_log = AuditLog(directory / "audit.log")
         self._running: list[Process] = []
+        self._api_server: Process | None = None
 
     def identity(self, user: str) -> Identity:
         """Return how to connect as one of the fixed users."""
@@ -184,6 +185,38 @@ class ControlPlane:
             starts = (self._start_controller_manager, self._start_scheduler, self._start_jobset)
             for done in [pool.submit(start) for start in starts]:
                 done.result()
+
+    def start_bare(self) -> None:
+        """Start etcd and the API server alone: no kind but Kubernetes' own, and no controller."""
+        self._start_etcd()
+        self._start_api_server()
+
+    def kill_api_server(self) -> None:
+        """Kill the API server as a lost machine does; start_api_server brings it back."""
+        assert self._api_server is not None
+        self._api_server.kill()
+        self._running.remove(self._api_server)
+
+    def start_api_server(self) -> None:
+        """Start the API server again, on the same port and the same etcd; return when ready.
+
+        Raises:
+          NotReadyError: it did not come up.
+        """
+        self._start_api_server()
+
+    def compact_etcd(self) -> int:
+        """Drop the history of all objects, as the API server does every five minutes.
+
+        Returns: The revision, that is resourceVersion, before which nothing is known any more.
+        """
+        listed = self.client.get("/api/v1/namespaces", limit=1)
+        revision = int(listed["metadata"]["resourceVersion"])
+        etcd = f"http://{self.address}:{self.ports['etcd']}/v3/kv/compaction"
+        body = json.dumps({"revision": str(revision), "physical": True}).encode()
+        with urllib.request.urlopen(etcd, data=body, timeout=10) as answer:
+            answer.read()
+        return revision
 
     @property
     def kueue_url(self) -> str:
@@ -250,7 +283,9 @@ class ControlPlane:
         )
         policy = self.directory / "audit-policy.json"
         policy.write_text(json.dumps(POLICY))
-        signing_key = service_account_key(self.directory / "service-account.key")
+        signing_key = self.directory / "service-account.key"
+        if not signing_key.exists():
+            service_account_key(signing_key)
         authority = str(self.authority.certificate)
         server = self.run(
             "kube-apiserver",
@@ -274,10 +309,13 @@ class ControlPlane:
             f"--service-account-key-file={signing_key}",
             "--service-cluster-ip-range=10.96.0.0/16",
             "--allow-privileged=true",
+            # For logs: nodes' names resolve nowhere.
+            "--kubelet-preferred-address-types=InternalIP",
             f"--audit-policy-file={policy}",
             f"--audit-log-path={self.audit_log.path}",
             *self.additions.api_server_flags,
         )
+        self._api_server = server
         server.wait_ready(
             lambda: self._healthy(self.server, "/readyz", self._tokens["admin"]),
             timeout=_START_TIMEOUT,

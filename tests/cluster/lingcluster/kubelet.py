@@ -15,6 +15,7 @@ from lingcluster.client import Identity
 from lingcluster.container_process import POD_VARIABLE
 from lingcluster.container_setup import Timing
 from lingcluster.guardian import marked_processes
+from lingcluster.log_server import LogState
 from lingcluster.loopback import LoopbackBlock
 from lingcluster.node_agent import NodeAgent, StartedProcess, remove_mount_points
 from lingcluster.nodes import DEFAULT_POOLS, NodePool
@@ -163,6 +164,14 @@ class ProcessKubelet:
                 await each.set_state(state)
 
         self._call(change())
+
+    def register_node(self, name: str) -> None:
+        """Create a node's object again after a test deleted it; its processes ran on meanwhile."""
+        self._call(self._agent.register(name))
+
+    def set_logs(self, state: LogState) -> None:
+        """Open the nodes' endpoint for logs, cut its connections, or let it fall silent."""
+        self._agent.logs.state = state
 
     # What happened.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import ssl
@@ -22,6 +23,7 @@ from lingcluster.client import Identity, Manifest
 from lingcluster.container_process import OsProcess
 from lingcluster.container_setup import Surroundings, Timing, hostname, hosts_file
 from lingcluster.hosts import HostsEntry, HostsFiles
+from lingcluster.log_server import ContainerLog, LogServer
 from lingcluster.loopback import LoopbackBlock
 from lingcluster.nodes import NodePool, node_manifest, node_status, taints
 from lingcluster.pod_spec import Image, PodAddresses, declared_ports
@@ -54,6 +56,7 @@ class NodeAgent:
       directories: (namespace, pod) -> where the newest pod of that name has its files.
       started: every process ever started.
       ready: set when the nodes are there and the pods were listed.
+      logs: serves the containers' output.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class NodeAgent:
         self.started: list[StartedProcess] = []
         self.mount_points: list[Path] = []
         self.ready = asyncio.Event()
+        self.logs = LogServer(self._container_log, directory / "kubelet")
 
     async def run(self) -> None:
         """Register the nodes, then follow the pods until cancelled."""
@@ -110,21 +114,32 @@ class NodeAgent:
         )
         async with self._http:
             try:
-                await self._register_nodes()
+                await self.logs.start(list(self._node_addresses.values()))
+                for name in self._pools:
+                    await self.register(name)
                 await self._follow_pods()
             finally:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self.logs.stop()
 
-    async def _register_nodes(self) -> None:
-        for name, pool in self._pools.items():
-            await self._request("POST", "/api/v1/nodes", node_manifest(pool, name))
-            status = node_status(pool, name, address=self._node_addresses[name])
-            path = f"/api/v1/nodes/{name}"
-            await self._request("PATCH", f"{path}/status", {"status": status}, _MERGE)
-            # Admission tainted it not-ready, and no node lifecycle controller takes that away.
-            await self._request("PATCH", path, {"spec": {"taints": taints(pool)}}, _MERGE)
+    async def register(self, name: str) -> None:
+        """Create the object of a node of the pools."""
+        pool, path = self._pools[name], f"/api/v1/nodes/{name}"
+        await self._request("POST", "/api/v1/nodes", node_manifest(pool, name))
+        status = node_status(pool, name, address=self._node_addresses[name])
+        await self._request("PATCH", f"{path}/status", {"status": status}, _MERGE)
+        # Admission tainted it not-ready, and no node lifecycle controller takes that away.
+        await self._request("PATCH", path, {"spec": {"taints": taints(pool)}}, _MERGE)
+
+    def _container_log(self, namespace: str, pod: str, container: str) -> ContainerLog | None:
+        for worker in self.workers.values():
+            metadata = worker.pod["metadata"]
+            if (metadata["namespace"], metadata["name"]) == (namespace, pod):
+                path = worker.directory / f"{container}.log"
+                return ContainerLog(path, functools.partial(worker.may_write, container))
+        return None
 
     async def _follow_pods(self) -> None:
         while True:

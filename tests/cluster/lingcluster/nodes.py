@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lingcluster.client import Manifest
+from lingcluster.log_server import PORT as LOG_PORT
 from lingcluster.pod_status import now
 
 TPU_RESOURCE = "google.com/tpu"
@@ -84,6 +85,7 @@ def node_status(pool: NodePool, name: str, *, address: str) -> Manifest:
             {"type": "InternalIP", "address": address},
             {"type": "Hostname", "address": name},
         ],
+        "daemonEndpoints": {"kubeletEndpoint": {"Port": LOG_PORT}},
         "conditions": [
             {
                 "type": "Ready",

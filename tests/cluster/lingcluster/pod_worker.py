@@ -73,6 +73,10 @@ class PodWorker:
             self._stopping.set()
         self._updated.set()
 
+    def may_write(self, container: str) -> bool:
+        """Tell whether a process of a container may still print something."""
+        return container in self.containers
+
     def forget(self) -> None:
         """Take note that the object is gone: whatever still runs is killed at once."""
         self._gone.set()
