@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 from lingcluster import container, kueue_controller, operator_process, sample_runs
+from lingcluster.apart import SideBySide
+from lingcluster.api_proxy import ApiProxy
 from lingcluster.audit import AuditLog
 from lingcluster.build import Builder, Programs, ProgramsUnavailableError
 from lingcluster.client import Manifest, wait_for
 from lingcluster.container_setup import Timing
 from lingcluster.control_plane import ControlPlane
+from lingcluster.fault_table import FaultTable
 from lingcluster.kubelet import ProcessKubelet
 from lingcluster.loopback import LoopbackBlock
 from lingcluster.operator_process import OperatorAddresses, OperatorProcess, StartOperator
@@ -37,6 +40,7 @@ _PROGRAMS = pytest.StashKey[Programs | str]()
 _SKIPPED = pytest.StashKey[str]()
 _LATENCIES = pytest.StashKey[dict[str, float]]()
 _STORIES = pytest.StashKey[list[Path]]()
+_FAULTS = pytest.StashKey[FaultTable]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -112,6 +116,8 @@ def pytest_terminal_summary(
     """Say what was measured; and once, and not in passing, what was not tested."""
     for path, seconds in config.stash.get(_LATENCIES, {}).items():
         terminalreporter.write_line(f"from NaN to Halted: {seconds:5.2f} s {path}")
+    for fault in config.stash.get(_FAULTS, FaultTable()).rows:
+        terminalreporter.write_line(fault.row())
     for path in config.stash.get(_STORIES, []):
         terminalreporter.write_line(f"what was seen and when: {path}")
     if reason := config.stash.get(_SKIPPED, None):
@@ -291,6 +297,37 @@ def scripted_run(repository: Path, tmp_path: Path) -> Callable[..., Manifest]:
 @pytest.fixture(scope="session")
 def text_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a dataset of real text: sources of the Python standard library."""
+@pytest.fixture
+def operator_proxy(
+    control_plane: ControlPlane, operator_kubeconfig: Path, loopback: LoopbackBlock
+) -> Iterator[ApiProxy]:
+    """A proxy between an operator and the API server, with the identity for its kubeconfig."""
+    del operator_kubeconfig  # for the operator's service account
+    identity = control_plane.service_account(
+        operator_process.NAMESPACE, operator_process.SERVICE_ACCOUNT
+    )
+    (port,) = loopback.free_ports(1)
+    address, tls = control_plane.address, control_plane.serving
+    with ApiProxy(identity, address=address, port=port, tls=tls) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def side_by_side(
+    control_plane: ControlPlane,
+    operator_kubeconfig: Path,
+    kubelet: ProcessKubelet,
+    loopback: LoopbackBlock,
+    cluster_session: Session,
+    tmp_path: Path,
+) -> Iterator[SideBySide]:
+    """Operators with namespaces and proxies of their own, for tests of several at once."""
+    del operator_kubeconfig  # for the operator's service account
+    places = SideBySide(control_plane, kubelet, loopback, cluster_session, tmp_path)
+    yield places
+    places.clear()
+
+
     prefix = tmp_path_factory.mktemp("data") / "stdlib"
     sources = [json.__file__, *sorted(Path(json.__file__).parents[1].glob("t*.py"))]
     program = [sys.executable, "-m", "ling_trainer", "data", "build"]
@@ -349,6 +386,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.sections.append((f"objects in {space}", pods))
             report.sections.append(("logs of the control plane", str(plane.directory)))
         report.sections.append((f"pods' output in {space}", arguments["kubelet"].logs(space)))
+@pytest.fixture
+def faults(pytestconfig: pytest.Config) -> FaultTable:
+    """Rows of docs/faults.md as measured, printed in the summary."""
+    return pytestconfig.stash.setdefault(_FAULTS, FaultTable())
+
+
         for log in sorted(arguments.get("tmp_path", Path(os.devnull)).glob("operator-*.log")):
             report.sections.append((str(log), log.read_text()[-_LOG_TAIL:]))
     return report
