@@ -20,7 +20,7 @@ from ling_operator.lease import RETRY_SECONDS, LeaderLease
 from ling_operator.logs import log_json
 from ling_operator.reflector import Key
 from ling_operator.rest import RestClient
-from ling_operator.scrape import scrape_session
+from ling_operator.scrape import ScrapeSession
 from ling_operator.telemetry import Telemetry
 from ling_operator.workqueue import WorkQueue
 
@@ -123,7 +123,7 @@ async def operate(options: argparse.Namespace, connection: Connection) -> int:
         lease = await _lease(options, connection, stack)
         leading = (lambda: True) if lease is None else (lambda: lease.leading)
         client = await stack.enter_async_context(RestClient(connection, may_write=leading))
-        session = await stack.enter_async_context(scrape_session())
+        session = await stack.enter_async_context(ScrapeSession())
         queue: WorkQueue[Key] = WorkQueue()
         caches = Caches(client, namespace=options.namespace, wake=queue.add)
         telemetry = Telemetry(queue, caches, leading=leading)

@@ -5,14 +5,12 @@ import logging
 import time
 from typing import Never
 
-import aiohttp
-
 from ling_operator.caches import Caches, ScrapeJob
 from ling_operator.cluster import Cluster
 from ling_operator.reconcile import reconcile
 from ling_operator.reflector import Key
 from ling_operator.rest import ApiError
-from ling_operator.scrape import ScrapeFailure, scrape
+from ling_operator.scrape import ScrapeFailure, ScrapeSession, scrape
 from ling_operator.telemetry import Telemetry
 from ling_operator.verdict import HealthSample, Heartbeat
 from ling_operator.workqueue import WorkQueue
@@ -37,6 +35,7 @@ class Controller:
         self._cluster = cluster
         self._telemetry = telemetry
         self._stopping = False
+        self._scraping: set[Key] = set()
 
     async def work(self) -> None:
         """Take one run after another until stopped."""
@@ -61,7 +60,7 @@ class Controller:
             for key in self._caches.runs.objects:
                 self._queue.add(key)
 
-    async def scrape(self, session: aiohttp.ClientSession) -> Never:
+    async def scrape(self, session: ScrapeSession) -> Never:
         """Read process 0 of every live run at its interval, and all hosts now and then."""
         due: dict[Key, float] = {}
         beats_due: dict[Key, float] = {}
@@ -75,10 +74,11 @@ class Controller:
                     beats_due[key] = now + HEARTBEAT_SECONDS
                     for job in jobs:
                         group.create_task(self._read_heartbeat(session, job))
-                for key in self._caches.runs.objects.keys() - due.keys():
+                for key in self._caches.runs.objects.keys() - due.keys() - self._scraping:
                     job = self._caches.scrape_job(key)
                     if job is not None:
                         due[key] = now + job.interval_seconds
+                        self._scraping.add(key)  # or a trainer that is slow is asked ever more
                         group.create_task(self._scrape(session, job))
                 await asyncio.sleep(_TICK_SECONDS)
 
@@ -129,14 +129,17 @@ class Controller:
         _log.warning("request refused", extra=problem)
         return "refused"
 
-    async def _scrape(self, session: aiohttp.ClientSession, job: ScrapeJob) -> None:
-        result = await scrape(session, job.target)
+    async def _scrape(self, session: ScrapeSession, job: ScrapeJob) -> None:
+        try:
+            result = await scrape(session, job.target)
+        finally:
+            self._scraping.discard(job.key)
         failed = isinstance(result, ScrapeFailure)
         self._telemetry.scrapes.labels(result.reason if failed else "ok").inc()
         self._cluster.record(job.key, result)
         self._queue.add(job.key)
 
-    async def _read_heartbeat(self, session: aiohttp.ClientSession, job: ScrapeJob) -> None:
+    async def _read_heartbeat(self, session: ScrapeSession, job: ScrapeJob) -> None:
         result = await scrape(session, job.target)
         if isinstance(result, HealthSample) and result.heartbeat is not None:
             beat = Heartbeat(

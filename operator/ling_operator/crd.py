@@ -22,6 +22,7 @@ from ling_operator.api import (
     TrainingRunSpec,
     TrainingRunStatus,
 )
+from ling_operator.name_budget import NAME_BUDGET_RULE
 from ling_trainer.schema import Schema
 
 type Node = dict[str, Any]
@@ -49,11 +50,6 @@ _MAP_KEYS = {"conditions": "type", "attempts": "attempt"}
 _NEXT_ATTEMPT = (
     "self.spec.attempt > oldSelf.spec.attempt || !has(oldSelf.status) || "
     "!has(oldSelf.status.jobSetUID)"
-)
-_NAME_BUDGET = (
-    "has(self.spec.watch) || size(self.metadata.name) <= 45"
-    " - size(string(has(self.spec.tpu) ? self.spec.tpu.slices - 1 : 0))"
-    " - size(string(has(self.spec.cpu) ? self.spec.cpu.processes - 1 : 0))"
 )
 
 
@@ -247,10 +243,10 @@ def _root_rules() -> list[Node]:
             "and begin with a letter",
         ),
         _rule(
-            _NAME_BUDGET,
+            f"has(self.spec.watch) || {NAME_BUDGET_RULE}",
             "metadata.name is too long for the names of its pods, "
             "<name>-slice-job-<slice>-<host>-<5 characters>: 43 characters are left for up to "
-            "10 slices of 10 hosts, one less for each further digit",
+            "10 slices of 10 hosts, one less for each further digit of either",
         ),
         _rule(
             "has(self.spec.watch) == has(oldSelf.spec.watch)",

@@ -13,9 +13,9 @@ from ling_operator.api import (
     TrainingRunSpec,
     dump,
 )
+from ling_operator.name_budget import REPLICATED_JOB
 from ling_operator.pod_template import build_pod_template, labels_of
 from ling_operator.runnable import (
-    REPLICATED_JOB,
     metrics_port,
     num_hosts,
     require_runnable,

@@ -28,7 +28,7 @@ from ling_operator.progress import scrape_target
 from ling_operator.reconcile import reconcile
 from ling_operator.rundir import JOBSET, OBJECT, RunDirectory
 from ling_operator.runnable import run_settings
-from ling_operator.scrape import ScrapeFailure, ScrapeTarget, scrape, scrape_session
+from ling_operator.scrape import ScrapeFailure, ScrapeSession, ScrapeTarget, scrape
 from ling_operator.verdict import HealthSample
 from ling_trainer.config import RunConfig
 from ling_trainer.schema import ConfigError
@@ -148,7 +148,7 @@ class LocalCluster:
     async def scrape(self) -> None:
         """Read process 0's metrics at the run's interval, for ever."""
         interval = float(self.run.spec.health.scrape_interval_seconds)
-        async with scrape_session() as session:
+        async with ScrapeSession() as session:
             while True:
                 pods = self._jobset.pod_views() if self._jobset is not None else ()
                 pod = scrape_target(self.run, pods)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ling_operator.api import ATTEMPT_LABEL, METRICS_PORT_ANNOTATION, RUN_LABEL, TrainingRun
+from ling_operator.name_budget import REPLICATED_JOB
 from ling_operator.runnable import (
-    REPLICATED_JOB,
     XPK_LABEL,
     metrics_port,
     num_hosts,

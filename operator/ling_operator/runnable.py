@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ling_operator.api import GROUP, TrainingRun, TrainingRunSpec
+from ling_operator.name_budget import name_budget
 from ling_operator.tpu import slice_shape
 from ling_operator.views import TRAINER_CONTAINER
 from ling_operator.workload import QUEUE_LABEL
@@ -14,7 +15,6 @@ from ling_trainer.health_metrics import DEFAULT_PORT
 from ling_trainer.schema import ConfigError
 from ling_trainer.settings import resolve
 
-REPLICATED_JOB = "slice-job"
 XPK_LABEL = "xpk.google.com/workload"
 RUN_CONFIG_LIMIT = 100 * 1024
 """Bytes of LING_RUN_CONFIG; Linux refuses an environment string of 128 KiB."""
@@ -112,15 +112,6 @@ def target_steps(run: TrainingRun) -> int | None:
         return resolve(run_settings(run)).steps
     except ConfigError:
         return None
-
-
-def name_budget(*, slices: int, hosts: int) -> int:
-    """Return the longest name whose pods' names fit 63 characters: 43 for up to 10 x 10.
-
-    A pod is called <name>-slice-job-<slice>-<host>-<5 random characters>.
-    """
-    fixed = len(f"-{REPLICATED_JOB}-{slices - 1}-{hosts - 1}-xxxxx")
-    return 63 - fixed
 
 
 def _problems(check: Callable[[TrainingRun], None], run: TrainingRun) -> list[str]:

@@ -32,7 +32,7 @@ from ling_operator.plan import (
 )
 from ling_operator.reconcile import reconcile
 from ling_operator.rest import ApiError, RestClient
-from ling_operator.scrape import scrape_session
+from ling_operator.scrape import ScrapeSession
 from ling_operator.telemetry import Telemetry
 from ling_operator.views import (
     COMPLETION_INDEX_LABEL,
@@ -553,7 +553,7 @@ async def test_the_heartbeats_of_all_hosts_are_read_besides_process_0s_page(scen
         async with world(scene, watching=True, runs=[run], pods=pods) as w:
             queue = WorkQueue[tuple[str, str]]()
             controller = Controller(queue, w.caches, w.cluster, Telemetry(queue, w.caches))
-            async with scrape_session() as session:
+            async with ScrapeSession() as session:
                 scraping = asyncio.create_task(controller.scrape(session))
                 await until(lambda: len(w.cluster.heartbeats(KEY)) == 3)
                 scraping.cancel()

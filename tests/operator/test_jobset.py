@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ling_operator.jobset import build_jobset, template_hash
-from ling_operator.runnable import RUN_CONFIG_LIMIT, name_budget, require_runnable
+from ling_operator.name_budget import name_budget
+from ling_operator.runnable import RUN_CONFIG_LIMIT, require_runnable
 from ling_trainer.schema import ConfigError
 from ling_trainer.settings import resolve
 

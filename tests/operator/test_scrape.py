@@ -1,25 +1,31 @@
 """Scrapes of a real HTTP server that answers well, badly, slowly, too much or not at all."""
 
 import asyncio
+import json
 import math
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from ling_operator.scrape import (
     MAX_PAGE_BYTES,
     ScrapeFailure,
+    ScrapeSession,
     ScrapeTarget,
     read_page,
     scrape,
-    scrape_session,
 )
 from ling_operator.verdict import HealthSample
 
@@ -90,7 +96,7 @@ async def serving(
 
 
 async def scrape_of(port: int) -> HealthSample | ScrapeFailure:
-    async with scrape_session() as session:
+    async with ScrapeSession() as session:
         return await scrape(session, target(port))
 
 
@@ -181,7 +187,7 @@ async def test_a_hundred_black_holes_do_not_delay_a_scrape_that_works() -> None:
     with socket.socket() as hole:
         hole.bind(("127.0.0.1", 0))
         hole.listen(128)
-        async with serving(PAGE.encode()) as port, scrape_session() as session:
+        async with serving(PAGE.encode()) as port, ScrapeSession() as session:
             blocked = [
                 asyncio.create_task(scrape(session, target(hole.getsockname()[1])))
                 for _ in range(100)
@@ -253,3 +259,130 @@ LINES = st.lists(
 def test_no_page_makes_an_exception_escape(lines: list[str]) -> None:
     result = read("\n".join(lines))
     assert isinstance(result, HealthSample | ScrapeFailure)
+
+
+NUMBERS = st.floats() | st.integers(-3, 10**17).map(float)
+
+
+@given(st.text(max_size=8), st.text(min_size=1, max_size=8), NUMBERS, NUMBERS, NUMBERS)
+@settings(max_examples=500, deadline=None)
+def test_a_page_is_read_as_prometheus_own_parser_reads_it(
+    run: str, uid: str, step: float, loss: float, count: float
+) -> None:
+    registry = CollectorRegistry()
+    Gauge("ling_run_info", "Whose.", ["run", "pod_uid"], registry=registry).labels(run, uid).set(1)
+    Gauge("ling_step", "Last.", ["run"], registry=registry).labels(run).set(step)
+    Gauge("ling_learning_loss", "Loss.", ["run"], registry=registry).labels(run).set(loss)
+    names = ["run", "kind", "signal"]
+    events = Counter("ling_nonfinite_steps", "Bad.", names, registry=registry)
+    for kind in (run, "nan"):
+        events.labels(run, kind, uid).inc(abs(count) if count == count else 0)
+    page = generate_latest(registry).decode()
+    whose = ScrapeTarget(ip="::1", port=1, pod_uid=uid, host_network=True)
+    ours = read_page(page, whose, now=NOW)
+
+    prometheus_reading: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(page):
+        for each in family.samples:
+            prometheus_reading.setdefault(each.name, []).append((each.labels, each.value))
+    assert isinstance(ours, HealthSample), ours
+    ((labels, _),) = prometheus_reading["ling_run_info"]
+    assert ours.page_pod_uid == labels["pod_uid"] == uid
+    ((_, value),) = prometheus_reading["ling_learning_loss"]
+    assert ours.loss == value or (math.isnan(value) and math.isnan(ours.loss or 0.0))
+    ((_, value),) = prometheus_reading["ling_step"]
+    assert ours.step == (int(value) if 0 <= value <= 2**53 else None)
+    theirs: dict[tuple[str, str], float] = {}
+    for labels, value in prometheus_reading["ling_nonfinite_steps_total"]:
+        key = labels["kind"], labels["signal"]
+        theirs[key] = theirs.get(key, 0) + (int(value) if value <= 2**53 else 0)
+    assert dict(ours.nonfinite_steps) == theirs
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ling_step",
+        "ling_step 3 4 5",
+        "ling_step 1_0",
+        "ling_step three",
+        'ling_step{run="a"',
+        'ling_step{run="a"}3',
+        'ling_run_info{pod_uid="u1" 1',
+        "ling_run_info{pod_uid=u1} 1",
+        'ling_nonfinite_steps_total{kind="nan",,signal="x"} 1',
+    ],
+)
+def test_a_line_that_is_no_sample_spoils_the_page(line: str) -> None:
+    result = read(f"ling_target_steps 5\n{line}\n")
+    assert isinstance(result, ScrapeFailure)
+    assert result.reason == "NotMetrics"
+
+
+@pytest.mark.parametrize(
+    "line", ["ling_step 3", "ling_step\t3 1700000000", "ling_step{} 3.0 ", 'ling_step{a="}",} 3']
+)
+def test_the_formats_freedoms_are_understood(line: str) -> None:
+    assert sample_of(line + "\n").step == 3
+
+
+@pytest.mark.asyncio
+async def test_targets_that_wait_for_their_turn_do_not_run_out_of_time() -> None:
+    async with serving(PAGE.encode(), delay=0.7) as port, ScrapeSession() as session:
+        session.places = asyncio.Semaphore(2)
+        results = await asyncio.gather(*(scrape(session, target(port)) for _ in range(12)))
+    assert all(isinstance(result, HealthSample) for result in results), results
+
+
+@pytest.mark.parametrize("ip", ["", "bad host", "10.0.0.999", "[", "\x00", "a" * 300])
+@pytest.mark.asyncio
+async def test_an_address_that_is_none_gives_a_reason(ip: str) -> None:
+    whose = ScrapeTarget(ip=ip, port=1, pod_uid="u1", host_network=False)
+    async with ScrapeSession() as session:
+        result = await scrape(session, whose)
+    assert isinstance(result, ScrapeFailure)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"nonsense\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\n\xff\xfe\x00\x01",
+        b"HTTP/1.1 99999 \xff\r\n\r\n",
+    ],
+)
+@pytest.mark.asyncio
+async def test_an_answer_that_is_no_http_lets_no_exception_escape(answer: bytes) -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(reply, "127.0.0.1", 0)
+    async with server:
+        result = await scrape_of(server.sockets[0].getsockname()[1])
+    assert isinstance(result, HealthSample | ScrapeFailure)
+
+
+@pytest.mark.slow
+def test_a_thousand_targets_cost_less_than_a_second_of_cpu(repository: Path) -> None:
+    benchmark = repository / "benchmarks" / "scrape_thousand.py"
+    done = subprocess.run(
+        [sys.executable, str(benchmark), "--rounds", "3"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    found = json.loads(done.stdout)
+    assert found["targets"] == 1000
+    assert found["scrape_cpu_seconds"]["kept_connections"]["median"] < 1
+    assert found["scrape_cpu_seconds"]["new_connections"]["median"] < 1
+    parse = found["parse_cpu_seconds"]
+    assert parse["read_page"]["median"] * 3 < parse["prometheus_client"]["median"]
