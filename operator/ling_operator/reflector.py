@@ -73,7 +73,7 @@ class Reflector[T]:
         self._objects: dict[Key, T] = {}
         self._resource_version: str | None = None
         self._backoff = FIRST_BACKOFF_SECONDS
-        self._last_event = self._last_activity = time.monotonic()
+        self._last_event = self._last_answer = self._last_activity = time.monotonic()
         self.problem: str | None = None
         self._last_logged: str | None = None
         self._refused_since: float | None = None
@@ -87,6 +87,11 @@ class Reflector[T]:
     def last_event_age(self) -> float:
         """Seconds since a list, an event or a bookmark arrived: how old the cache may be."""
         return time.monotonic() - self._last_event
+
+    @property
+    def last_answer_age(self) -> float:
+        """Seconds since the API server said anything, a refusal included."""
+        return time.monotonic() - max(self._last_event, self._last_answer)
 
     @property
     def last_activity_age(self) -> float:
@@ -119,6 +124,7 @@ class Reflector[T]:
             except ApiError as error:
                 if error.status is not None:
                     self._resource_version = None
+                    self._last_answer = time.monotonic()
                 if error.is_refusal and not error.is_expired and self._refused_since is None:
                     self._refused_since = time.monotonic()
                 if error.is_not_found and not self.synced.is_set():

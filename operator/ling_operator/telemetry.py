@@ -26,6 +26,7 @@ from ling_trainer.health_metrics import RUN_LABELS
 
 # A watch is silent for 90 s and its retry pauses for 30 s at most; a pass is cut at 120 s.
 LONGEST_SILENCE_SECONDS = 240.0
+LONGEST_DEAFNESS_SECONDS = 600.0
 
 
 class Telemetry:
@@ -88,14 +89,17 @@ class Telemetry:
         return f"refused: {', '.join(refused)}" if refused else None
 
     def not_alive(self) -> str | None:
-        """Say what stands still; None while everything moves.
+        """Say what stands still; None while everything moves. The same of a standby.
 
-        An API server that refuses or does not answer is no reason to restart this process; a
-        watch loop that has stopped trying, or a pass that never ends, is.
+        An API server that refuses is no reason to restart this process; a watch loop that has
+        stopped trying, or a pass that never ends, is. One that is not heard of for ten minutes may
+        be away, or it is this process: its authority's certificate has changed, say.
         """
         for reflector in self._caches.reflectors:
             if reflector.last_activity_age > LONGEST_SILENCE_SECONDS:
                 return f"the watch of {reflector.kind} does nothing"
+            if reflector.last_answer_age > LONGEST_DEAFNESS_SECONDS:
+                return f"no list, event, bookmark or refusal of {reflector.kind} arrives"
         if self._working and self._queue.stalled_seconds > LONGEST_SILENCE_SECONDS:
             return "the workers do nothing"
         return None

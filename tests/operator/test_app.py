@@ -303,6 +303,10 @@ async def test_it_is_not_alive_while_a_pass_never_ends_or_a_watch_stops_trying(
         assert watched.not_alive() == "the workers do nothing", "an unreachable server is no fault"
         queue.done(("team", "stuck"))
         assert watched.not_alive() is None
+        standby = Telemetry(queue, caches, leading=lambda: False)
+        monkeypatch.setattr(telemetry, "LONGEST_DEAFNESS_SECONDS", 0.2)
+        for each in (watched, standby):
+            assert "no list, event, bookmark or refusal of trainingruns" in str(each.not_alive())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -295,6 +295,7 @@ async def test_a_refused_list_is_retried_more_and_more_slowly_until_it_is_allowe
         assert not reflector.synced.is_set()
         assert reflector.last_event_age > 1.5
         assert reflector.last_activity_age < 1.7, "retrying is being alive"
+        assert reflector.last_answer_age < 1.7, "and a refusal is an answer"
         server.list_status = 200
         await until(reflector.synced.is_set)
 
