@@ -90,17 +90,16 @@ def _container(
         "resources": _resources(template.resources, shape),
         "volumeMounts": [*shared_memory, *template.volume_mounts],
         "securityContext": {"privileged": template.privileged},
+        # Prometheus finds it by its name. On the host network it is the node's port too: then the
+        # scheduler keeps other trainers off, whose metrics would be read as this run's.
+        "ports": [
+            {"name": "metrics", "containerPort": metrics_port(run) + index, "protocol": "TCP"}
+        ],
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "File",
     }
     if template.image_pull_policy is not None:
         container["imagePullPolicy"] = template.image_pull_policy
-    if template.host_network:
-        # Declared, it is a host port: the scheduler then keeps a second trainer off the node,
-        # whose metrics would be read as this run's. Off hostNetwork nothing needs it.
-        name = "metrics" if index == 0 else f"metrics-{index + 1}"
-        port = metrics_port(run) + index
-        container["ports"] = [{"name": name, "containerPort": port, "protocol": "TCP"}]
     return container
 
 

@@ -163,11 +163,11 @@ def test_nothing_is_privileged_on_the_nodes_network_or_short_of_time_unless_aske
     assert asked["spec"]["ttlSecondsAfterFinished"] == 60
 
 
-def test_the_metrics_port_is_declared_only_where_it_is_the_nodes(scene: Any) -> None:
+def test_the_metrics_port_is_declared_under_its_name(scene: Any) -> None:
     run = scene.settings | {"metrics": {"metricsPort": 9999}}
-    assert "ports" not in trainer(build(scene, run=run))
-    (port,) = trainer(build(scene, run=run, template={"hostNetwork": True}))["ports"]
-    assert (port["name"], port["containerPort"]) == ("metrics", 9999)
+    for template in ({}, {"hostNetwork": True}):
+        (port,) = trainer(build(scene, run=run, template=template))["ports"]
+        assert (port["name"], port["containerPort"]) == ("metrics", 9999)
     annotations = job(build(scene, run=run))["template"]["metadata"]["annotations"]
     assert annotations["ling.primatrix.io/metrics-port"] == "9999"
 
@@ -207,7 +207,7 @@ def test_two_containers_of_a_host_share_its_chips_and_have_a_port_a_rule_and_a_p
     assert pod(jobset)["containers"][2] == sidecar
     assert [c["resources"]["limits"]["google.com/tpu"] for c in (first, second)] == [2, 2]
     assert [c["ports"][0]["containerPort"] for c in (first, second)] == [9464, 9465]
-    assert len({c["ports"][0]["name"] for c in (first, second)}) == 2
+    assert {c["ports"][0]["name"] for c in (first, second)} == {"metrics"}
     annotations = job(jobset)["template"]["metadata"]["annotations"]
     assert annotations["ling.primatrix.io/metrics-port"] == "9464"
     for index in (0, 1):
