@@ -12,7 +12,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from grafana_panels import ONE_RUN, Panel
+from grafana_panels import Panel
+from grafana_run import ONE_RUN
 
 SECONDS = 600
 

@@ -90,6 +90,14 @@ def test_no_rule_compares_a_loss_and_none_hides_a_missing_series(
         assert "vector(" not in text, path.name
 
 
+def test_dashboards_and_alert_mean_the_same_by_goodput(
+    rules: list[dict[str, Any]], scripts: Any
+) -> None:
+    (rule,) = (rule for rule in rules if rule["alert"] == "LingGoodputLow")
+    shown = re.sub(r"\s", "", scripts("grafana_panels").goodput(""))
+    assert shown in re.sub(r"\s", "", rule["expr"])
+
+
 def test_every_reason_of_an_operators_rule_reaches_an_alert(rules: list[dict[str, Any]]) -> None:
     (rest,) = (rule for rule in rules if rule["alert"] == "LingHealthRule")
     excluded = re.findall(r'reason!~"([^"]+)"', rest["expr"])[0]
