@@ -210,6 +210,7 @@ def kubelet(_session_kubelet: ProcessKubelet) -> Iterator[ProcessKubelet]:
     """The process kubelet, its timing as usual at the start of each test."""
     vars(_session_kubelet.timing).update(vars(Timing()))
     yield _session_kubelet
+    _session_kubelet.set_logs("open")
     vars(_session_kubelet.timing).update(vars(Timing()))
 
 
@@ -227,6 +228,23 @@ def namespace(control_plane: ControlPlane, kubelet: ProcessKubelet) -> Iterator[
     # A namespace that ends accepts nothing new; its pods need no grace any more.
     client.delete(f"/api/v1/namespaces/{name}/pods", grace=0)
     wait_for(f"the processes of {name} to end", lambda: not kubelet.live_processes(name))
+
+
+@pytest.fixture
+def urgent(control_plane: ControlPlane) -> Iterator[str]:
+    """A PriorityClass above that of every run."""
+    path = "/apis/scheduling.k8s.io/v1/priorityclasses"
+    control_plane.client.apply(
+        f"{path}/urgent",
+        {
+            "apiVersion": "scheduling.k8s.io/v1",
+            "kind": "PriorityClass",
+            "metadata": {"name": "urgent"},
+            "value": 1000,
+        },
+    )
+    yield "urgent"
+    control_plane.client.delete(f"{path}/urgent")
 
 
 @pytest.fixture
@@ -280,24 +298,6 @@ def start_operator(
 
 
 @pytest.fixture
-def runs(control_plane: ControlPlane, namespace: str) -> TrainingRuns:
-    """The TrainingRuns of the test's namespace."""
-    return TrainingRuns(control_plane.client, namespace)
-
-
-@pytest.fixture
-def scripted_run(repository: Path, tmp_path: Path) -> Callable[..., Manifest]:
-    """`sample_runs.scripted_run` with the scripted trainer and a folder of the test's own."""
-    trainer = repository / "tests" / "operator" / "contract_trainer.py"
-    return functools.partial(
-        sample_runs.scripted_run, trainer=trainer, output=tmp_path / "scripted"
-    )
-
-
-@pytest.fixture(scope="session")
-def text_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a dataset of real text: sources of the Python standard library."""
-@pytest.fixture
 def operator_proxy(
     control_plane: ControlPlane, operator_kubeconfig: Path, loopback: LoopbackBlock
 ) -> Iterator[ApiProxy]:
@@ -328,6 +328,24 @@ def side_by_side(
     places.clear()
 
 
+@pytest.fixture
+def runs(control_plane: ControlPlane, namespace: str) -> TrainingRuns:
+    """The TrainingRuns of the test's namespace."""
+    return TrainingRuns(control_plane.client, namespace)
+
+
+@pytest.fixture
+def scripted_run(repository: Path, tmp_path: Path) -> Callable[..., Manifest]:
+    """`sample_runs.scripted_run` with the scripted trainer and a folder of the test's own."""
+    trainer = repository / "tests" / "operator" / "contract_trainer.py"
+    return functools.partial(
+        sample_runs.scripted_run, trainer=trainer, output=tmp_path / "scripted"
+    )
+
+
+@pytest.fixture(scope="session")
+def text_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a dataset of real text: sources of the Python standard library."""
     prefix = tmp_path_factory.mktemp("data") / "stdlib"
     sources = [json.__file__, *sorted(Path(json.__file__).parents[1].glob("t*.py"))]
     program = [sys.executable, "-m", "ling_trainer", "data", "build"]
@@ -369,6 +387,12 @@ def story(tmp_path: Path, request: pytest.FixtureRequest) -> Story:
 
 
 @pytest.fixture
+def faults(pytestconfig: pytest.Config) -> FaultTable:
+    """Rows of docs/faults.md as measured, printed in the summary."""
+    return pytestconfig.stash.setdefault(_FAULTS, FaultTable())
+
+
+@pytest.fixture
 def halt_latencies(pytestconfig: pytest.Config) -> dict[str, float]:
     """Seconds from NaN to Halted by path, printed in the summary."""
     return pytestconfig.stash.setdefault(_LATENCIES, {})
@@ -386,12 +410,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.sections.append((f"objects in {space}", pods))
             report.sections.append(("logs of the control plane", str(plane.directory)))
         report.sections.append((f"pods' output in {space}", arguments["kubelet"].logs(space)))
-@pytest.fixture
-def faults(pytestconfig: pytest.Config) -> FaultTable:
-    """Rows of docs/faults.md as measured, printed in the summary."""
-    return pytestconfig.stash.setdefault(_FAULTS, FaultTable())
-
-
         for log in sorted(arguments.get("tmp_path", Path(os.devnull)).glob("operator-*.log")):
             report.sections.append((str(log), log.read_text()[-_LOG_TAIL:]))
     return report

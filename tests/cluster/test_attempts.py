@@ -7,8 +7,8 @@ from collections.abc import Callable
 from lingcluster.client import Manifest, find_condition
 from lingcluster.kubelet import ProcessKubelet
 from lingcluster.operator_process import StartOperator
-from lingcluster.training_runs import ATTEMPT_LABEL, TrainingRuns, is_live
-from lingcluster.watch import Change, Recording
+from lingcluster.training_runs import ATTEMPT_LABEL, TrainingRuns
+from lingcluster.watch import Change, Recording, alive_together
 
 GRACE_SECONDS = 4
 
@@ -41,7 +41,7 @@ def test_pods_of_two_attempts_never_live_together(
     assert len(old) == 2
     assert runs.jobset("two")["metadata"]["uid"] != old_uid == _record(run, 1)["jobSetUID"]
     assert _record(run, 1)["reason"] == "Superseded"
-    together = _attempts_alive_together(pods.changes)
+    together = alive_together(pods.changes, ATTEMPT_LABEL)
     assert {frozenset({"1"}), frozenset({"2"})} <= together, "both attempts had live pods"
     assert frozenset({"1", "2"}) not in together
     assert "WaitingForPrevious" in _created_reasons(seen.changes)
@@ -49,20 +49,6 @@ def test_pods_of_two_attempts_never_live_together(
 
 def _record(run: Manifest, attempt: int) -> Manifest:
     return next(each for each in run["status"]["attempts"] if each["attempt"] == attempt)
-
-
-def _attempts_alive_together(changes: list[Change]) -> set[frozenset[str]]:
-    """Return every set of attempts that had a live pod at one moment, by the API's own order."""
-    live: dict[str, str] = {}
-    moments: set[frozenset[str]] = set()
-    for change in changes:
-        metadata = change.object["metadata"]
-        if change.type == "DELETED" or not is_live(change.object):
-            live.pop(metadata["uid"], None)
-        else:
-            live[metadata["uid"]] = metadata["labels"][ATTEMPT_LABEL]
-        moments.add(frozenset(live.values()))
-    return moments
 
 
 def _created_reasons(changes: list[Change]) -> set[str]:

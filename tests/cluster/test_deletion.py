@@ -8,7 +8,7 @@ from lingcluster.client import Manifest, wait_for
 from lingcluster.kubelet import ProcessKubelet
 from lingcluster.operator_process import StartOperator
 from lingcluster.training_runs import TrainingRuns
-from lingcluster.watch import Recording, terminations
+from lingcluster.watch import Recording, alive_together, terminations
 
 
 def test_after_delete_jobs_pods_service_and_processes_are_gone(
@@ -50,13 +50,17 @@ def test_a_run_made_anew_under_the_same_name_waits_for_the_old_ones_pods(
     kubelet.timing.final_delay = 1.5
     start_operator()
     manifest = scripted_run("again", env={"IGNORE_SIGTERM": "1"})
-    runs.apply(manifest)
-    old = runs.wait_phase("again", "Running")
-    processes = [started.process for started in kubelet.started(namespace)]
-    runs.delete("again")
-    wait_for("the object to go", lambda: runs.client.find(f"{runs.collection}/again") is None)
-    runs.apply(manifest)
-    runs.wait_condition("again", "Created", "False", "WaitingForPrevious")
-    new = runs.wait_phase("again", "Running")
+    with Recording(runs.client.identity, runs.pods_path) as pods:
+        runs.apply(manifest)
+        old = runs.wait_phase("again", "Running")
+        processes = [started.process for started in kubelet.started(namespace)]
+        runs.delete("again")
+        wait_for("the object to go", lambda: runs.client.find(f"{runs.collection}/again") is None)
+        runs.apply(manifest)
+        runs.wait_condition("again", "Created", "False", "WaitingForPrevious")
+        new = runs.wait_phase("again", "Running")
     assert new["metadata"]["uid"] != old["metadata"]["uid"]
     assert [each for each in processes if each.is_alive()] == []
+    alive = alive_together(pods.changes, "jobset.sigs.k8s.io/jobset-uid")
+    assert {len(each) for each in alive} == {0, 1}, "two JobSets' pods were alive at one moment"
+    assert len(frozenset().union(*alive)) == 2, "both JobSets had live pods"

@@ -10,7 +10,8 @@ from lingcluster.client import Manifest, find_condition, wait_for
 from lingcluster.control_plane import ControlPlane
 from lingcluster.kueue_controller import QUEUES, make_queue
 from lingcluster.operator_process import StartOperator
-from lingcluster.training_runs import TrainingRuns
+from lingcluster.training_runs import RUN_LABEL, TrainingRuns
+from lingcluster.watch import Recording, alive_together, terminations
 
 pytestmark = pytest.mark.usefixtures("kueue")
 
@@ -150,6 +151,33 @@ def test_an_evicted_run_goes_on_when_its_quota_is_back_and_no_restart_is_counted
     run = runs.wait_phase("evicted", "Running")
     assert run["status"]["restarts"] == 0
     assert admission(run) == ("True", "Admitted")
+
+
+def test_a_preempted_run_is_queued_and_goes_on_when_the_more_urgent_one_is_done(
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    scripted_run: Callable[..., Manifest],
+    queue: str,
+    urgent: str,
+) -> None:
+    start_operator()
+    runs.apply(scripted_run("patient", queue=queue, restarts=0))
+    runs.wait_step("patient", 1)
+    hurried = scripted_run("hurried", queue=queue, steps=100)
+    hurried["spec"]["template"]["priorityClassName"] = urgent
+    with Recording(runs.client.identity, runs.pods_path) as pods:
+        runs.apply(hurried)
+        runs.wait_condition("patient", "Admitted", "False", "Evicted")
+        assert "preempted" in why(runs.get("patient")).lower()
+        runs.wait_phase("patient", "Queued")
+        runs.wait_phase("hurried", "Complete")
+        run = runs.wait_phase("patient", "Running")
+        preempted = [end for end in terminations(pods.changes).values() if end][:PROCESSES]
+    assert [end["exitCode"] for end in preempted] == [143] * PROCESSES
+    alive = alive_together(pods.changes, RUN_LABEL)
+    assert {"patient", "hurried"} not in alive, "the quota is for one"
+    assert run["status"]["restarts"] == 0
+    assert run["status"]["attempt"] == 1
 
 
 def test_a_run_that_is_deleted_while_it_waits_leaves_nothing_in_the_queue(

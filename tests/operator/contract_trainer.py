@@ -1,9 +1,12 @@
 """A trainer that is not ours: it speaks the contract in a page of Python and trains nothing.
 
-The environment says what goes wrong: NAN_STEP (the loss is NaN from there on), EXIT (step:code,
-once a directory), STEP_SECONDS, IGNORE_SIGTERM.
+The environment says what goes wrong: NAN_STEP (the loss is NaN from there on), NAN_FILE (or once
+that file is there), EXIT (step:code, once a directory), STEP_SECONDS, IGNORE_SIGTERM,
+SIGTERM_SECONDS and SIGTERM_EXIT (how long it takes to end, and its code), LOST_PEER (its code
+when one of NUM_PEERS processes is gone).
 """
 
+import fcntl
 import http.server
 import json
 import os
@@ -16,11 +19,12 @@ from pathlib import Path
 config = json.loads(os.environ["LING_RUN_CONFIG"])
 directory = Path(config["base_output_directory"], config["run_name"])
 index = int(os.environ.get("LING_CONTAINER_INDEX", "0"))
-process = int(os.environ.get("LING_HOST_INDEX", "0"))
+process = int(os.environ.get("LING_HOST_INDEX", os.environ.get("JOB_COMPLETION_INDEX", "0")))
 directory.mkdir(parents=True, exist_ok=True)
 saved = directory / f"step-{process}"
 step = int(saved.read_text()) if saved.exists() else 0
 nan_step = int(os.environ.get("NAN_STEP", "0"))
+nan_file = Path(os.environ.get("NAN_FILE", "/nowhere/nan"))
 nonfinite = 0
 labels = f'run="{os.environ["LING_RUN"]}",run_namespace="{os.environ["LING_RUN_NAMESPACE"]}"'
 
@@ -55,18 +59,42 @@ def leave(*_: object) -> None:
     print(f"SIGTERM at step {step}", flush=True)
     if "IGNORE_SIGTERM" not in os.environ:
         saved.write_text(str(step))
-        os._exit(143)
+        time.sleep(float(os.environ.get("SIGTERM_SECONDS", "0")))
+        os._exit(int(os.environ.get("SIGTERM_EXIT", "143")))
+
+
+def hold_hands(peers: int, code: int) -> None:
+    """End with `code` once a peer that was there is gone, as when a collective breaks."""
+    own = (directory / f"alive-{process}").open("w")
+    fcntl.flock(own, fcntl.LOCK_EX)  # the kernel lets go of it, however the process ends
+    seen: set[int] = set()
+    while True:
+        for peer in set(range(peers)) - {process}:
+            with (directory / f"alive-{peer}").open("a") as theirs:
+                try:
+                    fcntl.flock(theirs, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    seen.add(peer)
+                    continue
+            if peer in seen:
+                print(f"peer {peer} is gone", flush=True)
+                saved.write_text(str(step))
+                os._exit(code)
+        time.sleep(0.05)
 
 
 signal.signal(signal.SIGTERM, leave)
 port = config.get("metrics", {}).get("metrics_port", 9464) + index
 server = http.server.ThreadingHTTPServer((os.environ["POD_IP"], port), Handler)
 threading.Thread(target=server.serve_forever, daemon=True).start()
+if lost := os.environ.get("LOST_PEER"):
+    gang = int(os.environ["NUM_PEERS"]), int(lost)
+    threading.Thread(target=hold_hands, args=gang, daemon=True).start()
 print(f"process {process} on port {port} from step {step}", flush=True)
 while step < config["steps"]:
     time.sleep(float(os.environ.get("STEP_SECONDS", "0.05")))
     step += 1
-    nonfinite += int(0 < nan_step <= step)
+    nonfinite += int(0 < nan_step <= step or nan_file.exists())
     at, _, code = os.environ.get("EXIT", "0:0").partition(":")
     marker = directory / f"exited-{process}"
     if step == int(at) and not marker.exists():

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from lingcluster.client import KubeClient, Manifest, find_condition, wait_for
+from lingcluster.watch import ENDED
 from lingcluster.workloads import JOBSETS
 
 GROUP = "/apis/ling.primatrix.io/v1alpha1"
 RUN_LABEL = "ling.primatrix.io/run"
 ATTEMPT_LABEL = "ling.primatrix.io/attempt"
-_ENDED = frozenset({"Succeeded", "Failed"})
 _FINAL = frozenset({"Halted", "Complete", "Failed", "Cancelled"})
 _PATIENCE = 240.0  # a trainer's first start compiles, perhaps on a busy machine
 
@@ -177,7 +177,7 @@ class TrainingRuns:
 
 def is_live(pod: Manifest) -> bool:
     """Tell whether a process of a pod may still run."""
-    return pod["status"].get("phase") not in _ENDED
+    return pod["status"].get("phase") not in ENDED
 
 
 def shown_step(run: Manifest) -> int:

@@ -16,6 +16,9 @@ from types import TracebackType
 
 from lingcluster.client import Identity, Manifest
 
+ENDED = frozenset({"Succeeded", "Failed"})
+"""Phases of a pod whose processes are gone."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -98,3 +101,20 @@ def terminations(changes: list[Change]) -> dict[str, Manifest]:
         name = change.object["metadata"]["name"]
         ends[name] = ended or ends.get(name, {})
     return ends
+
+
+def alive_together(changes: list[Change], label: str) -> set[frozenset[str]]:
+    """Return every set of a label's values that had a live pod at one moment.
+
+    Moments are the API server's own: the order of a watch is that of the writes.
+    """
+    live: dict[str, str] = {}
+    moments: set[frozenset[str]] = set()
+    for change in changes:
+        metadata = change.object["metadata"]
+        if change.type == "DELETED" or change.object["status"].get("phase") in ENDED:
+            live.pop(metadata["uid"], None)
+        else:
+            live[metadata["uid"]] = metadata["labels"][label]
+        moments.add(frozenset(live.values()))
+    return moments

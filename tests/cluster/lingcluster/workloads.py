@@ -13,7 +13,11 @@ JOBSETS = "/apis/jobset.x-k8s.io/v1alpha2"
 # As XPK writes it: what is not in the list of restartable codes fails the JobSet for good.
 FAIL_ON_FINAL_CODES: Manifest = {
     "rules": [
-        {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [42, 143]}},
+        {
+            "action": "FailJob",
+            "onPodConditions": [],
+            "onExitCodes": {"operator": "NotIn", "values": [42, *range(127, 256)]},
+        },
     ]
 }
 

@@ -1,0 +1,149 @@
+"""A host that the cluster takes away is a restart that costs nothing, whatever peers die of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lingcluster.client import Manifest, find_condition, wait_for
+from lingcluster.kubelet import ProcessKubelet
+from lingcluster.operator_process import StartOperator
+from lingcluster.training_runs import RUN_LABEL, TrainingRuns
+from lingcluster.watch import Change, Recording, terminations
+from lingcluster.workloads import container, pod
+
+HOSTS = 4
+SLICE = {"accelerator": "tpu-v6e-slice", "topology": "4x4"}
+
+
+@pytest.fixture
+def gang_run(scripted_run: Callable[..., Manifest]) -> Callable[..., Manifest]:
+    """Makes a run whose processes end with a code when one of them is gone, and no restart."""
+
+    def make(name: str, *, lost_peer: int, hosts: int = 2, **more: str) -> Manifest:
+        env = {"LOST_PEER": str(lost_peer), "NUM_PEERS": str(hosts), **more}
+        return scripted_run(name, restarts=0, env=env)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("victim", "lost_peer", "env", "codes"),
+    [
+        (1, 42, {}, [143, 42]),
+        (0, 134, {}, [143, 134]),
+        (1, 42, {"IGNORE_SIGTERM": "1"}, [137, 42]),
+    ],
+    ids=["peer_42", "peer_134", "killed_at_the_end_of_its_grace"],
+)
+def test_an_eviction_through_the_api_costs_no_restart(
+    victim: int,
+    lost_peer: int,
+    env: dict[str, str],
+    codes: list[int],
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    gang_run: Callable[..., Manifest],
+) -> None:
+    start_operator()
+    with Recording(runs.client.identity, runs.pods_path) as pods:
+        runs.apply(gang_run("evicted", lost_peer=lost_peer, **env))
+        runs.wait_step("evicted", 1)
+        evicted, peer = runs.pod("evicted", victim), runs.pod("evicted", 1 - victim)
+        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": evicted}}
+        runs.client.create(f"{runs.pods_path}/{evicted}/eviction", eviction)
+        _wait_restarted(runs, "evicted", {evicted, peer}, hosts=2)
+        ends = terminations(pods.changes)
+    assert [ends[name]["exitCode"] for name in (evicted, peer)] == codes
+    assert _disruptions(pods.changes) == {evicted: "EvictionByEvictionAPI"}
+    assert runs.status("evicted")["restarts"] == 1
+
+
+@pytest.mark.slow
+def test_a_slice_survives_the_scheduler_a_taint_and_the_loss_of_a_node_without_a_restart(
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    gang_run: Callable[..., Manifest],
+    kubelet: ProcessKubelet,
+    urgent: str,
+) -> None:
+    """The scheduler and the pod garbage collector do it themselves."""
+    start_operator()
+    run = gang_run("slice", lost_peer=42, hosts=HOSTS)
+    del run["spec"]["cpu"]
+    run["spec"]["tpu"] = SLICE
+    run["spec"]["template"]["nodeSelector"] = {"cloud.google.com/gke-nodepool": "v6e-b"}
+    with Recording(runs.client.identity, runs.pods_path) as pods:
+        runs.apply(run)
+        old = _wait_restarted(runs, "slice", set(), hosts=HOSTS)
+
+        chips = {"limits": {"google.com/tpu": 4}}
+        guest = container("sleep 1000", resources=chips)
+        spec = {"priorityClassName": urgent, "nodeSelector": {"kubernetes.io/hostname": "v6e-b-2"}}
+        runs.client.create(runs.pods_path, pod("guest", guest, grace=1, **spec))
+        wait_for("the guest", lambda: _is_running(runs, "guest"), timeout=60)
+        runs.client.delete(f"{runs.pods_path}/guest")
+        old |= _wait_restarted(runs, "slice", old, hosts=HOSTS)
+
+        pod_of_node = {pod["spec"]["nodeName"]: pod for pod in runs.pods("slice")}
+        _evict_for_taint(runs, pod_of_node["v6e-b-1"])
+        old |= _wait_restarted(runs, "slice", old, hosts=HOSTS)
+
+        # The garbage collector looks every 20 s, and gives a node 40 s to come back.
+        runs.client.delete("/api/v1/nodes/v6e-b-3")
+        try:
+            wait_for("the deletion", lambda: len(_disruptions(pods.changes)) == 3, timeout=180)
+        finally:
+            kubelet.register_node("v6e-b-3")
+        _wait_restarted(runs, "slice", old, hosts=HOSTS)
+        by = list(_disruptions(pods.changes).values())
+    assert by == ["PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC"]
+    assert runs.status("slice")["restarts"] == 3
+
+
+def _wait_restarted(runs: TrainingRuns, name: str, old: set[str], *, hosts: int) -> set[str]:
+    """Wait until all pods are new and the run Running; no restart is spent. Return the pods."""
+
+    def new(run: Manifest) -> set[str] | None:
+        names = {
+            pod["metadata"]["name"]
+            for pod in runs.pods(name)
+            if pod["status"]["phase"] == "Running"
+        }
+        there = len(names) == hosts and not names & old
+        return names if there and run["status"]["phase"] == "Running" else None
+
+    run = runs.wait(name, f"{hosts} new pods", new)
+    assert runs.jobset(name)["status"].get("restartsCountTowardsMax", 0) == 0
+    found = new(run)
+    assert found
+    return found
+
+
+def _disruptions(changes: list[Change]) -> dict[str, str]:
+    """Return by whom each disrupted pod of a run was disrupted, as its last state says."""
+    last = {
+        change.object["metadata"]["name"]: change.object
+        for change in list(changes)
+        if RUN_LABEL in change.object["metadata"].get("labels", {})
+    }
+    found = {name: find_condition(each, "DisruptionTarget") for name, each in last.items()}
+    return {name: condition["reason"] for name, condition in found.items() if condition}
+
+
+def _evict_for_taint(runs: TrainingRuns, pod: Manifest) -> None:
+    """Do what the taint manager does; it does not run without the node controller."""
+    path = f"{runs.pods_path}/{pod['metadata']['name']}"
+    condition = {
+        "type": "DisruptionTarget",
+        "status": "True",
+        "reason": "DeletionByTaintManager",
+        "message": "Taint manager: deleting due to NoExecute taint",
+    }
+    runs.client.patch(f"{path}/status", {"status": {"conditions": [condition]}}, kind="strategic")
+    runs.client.delete(path)
+
+
+def _is_running(runs: TrainingRuns, name: str) -> bool:
+    return runs.client.get(f"{runs.pods_path}/{name}")["status"].get("phase") == "Running"
