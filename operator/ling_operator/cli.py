@@ -1,42 +1,56 @@
-"""The command `ling`: run, list, get, suspend, resume, render, logs."""
+"""The command `ling`, also `kubectl ling`: its arguments, exit codes, and local runs."""
 
 import argparse
 import asyncio
-import json
 import os
+import re
 import shlex
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ling_operator import remote
+from ling_operator import cluster_commands, remote
 from ling_operator.api import Phase, TrainingRun
-from ling_operator.connection import NoClusterError, discover
-from ling_operator.display import Display
+from ling_operator.connection import NoClusterError
+from ling_operator.display import Display, print_error, print_line, wants_colour
 from ling_operator.jobset import build_jobset
+from ling_operator.listing import parse_phases
 from ling_operator.local import Outcome, run_local
-from ling_operator.manifest import dump_yaml, load_manifest
-from ling_operator.rest import ApiError, JsonObject, RestClient
+from ling_operator.manifest import load_manifest
+from ling_operator.rest import ApiError, JsonObject
 from ling_operator.rundir import HeldError
 from ling_trainer.schema import ConfigError
 
-OK, FAILED, USAGE = 0, 1, 2
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _LAST_LINES = 15
-_LIST_COLUMNS = ("NAMESPACE", "NAME", "PHASE", "STEP", "TARGET", "LOSS", "HEALTH", "AGE")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; exit 0 if it did what it says, 1 if not, 2 for a wrong input."""
     options = _parse(arguments)
+    options.colour = wants_colour(sys.stdout, os.environ)
     try:
-        code = options.command(options)
+        code = options.command(options) or OK
+        sys.stdout.flush()
     except ConfigError as error:
         code = _complain(str(error), USAGE)
-    except (ApiError, NoClusterError, HeldError, remote.NothingThereError, OSError) as error:
+    except ApiError as error:
+        code = _complain(remote.explain(error), FAILED)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BrokenPipeError:
+        code = _leave_the_pipe()
+    except (NoClusterError, HeldError, remote.NothingThereError, OSError) as error:
         code = _complain(str(error), FAILED)
     sys.exit(code)
+
+
+def _leave_the_pipe() -> int:
+    """Whoever read our output has seen enough; Python would complain when it flushes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FAILED
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -51,39 +65,68 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
+    plugin = Path(sys.argv[0]).name == "kubectl-ling"
     parser = argparse.ArgumentParser(
-        prog="ling", description="Run and watch pre-training runs, here or on a cluster."
+        prog="kubectl ling" if plugin else "ling",
+        description="Run and watch pre-training runs, here or on a cluster.",
+        epilog="Exit codes: 0 done, 1 not done, 2 wrong input, 130 interrupted.",
     )
+    parser.add_argument("--version", action="version", version=f"ling {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     cluster = argparse.ArgumentParser(add_help=False)
     cluster.add_argument("--kubeconfig", help="default: KUBECONFIG, ~/.kube/config, in-cluster")
+    cluster.add_argument("--context", help="of the kubeconfig; default: its current one")
     cluster.add_argument("-n", "--namespace", help="default: the context's")
     output = argparse.ArgumentParser(add_help=False)
-    output.add_argument("-o", "--output", choices=["json", "yaml"], help="print whole objects")
+    output.add_argument(
+        "-o",
+        "--output",
+        choices=["json", "yaml", "wide", "name"],
+        help="whole objects, more columns, or names alone",
+    )
 
     run = commands.add_parser("run", parents=[cluster], help="run a TrainingRun of a file")
     _add_file(run)
     run.add_argument("--local", action="store_true", help="on this machine, without a cluster")
     run.set_defaults(command=_run)
-    render = commands.add_parser("render", parents=[output], help="print the JobSet of a file")
+    render = commands.add_parser("render", help="print the JobSet of a file")
     _add_file(render)
+    render.add_argument("-o", "--output", choices=["json", "yaml"], default="yaml")
     render.set_defaults(command=_render)
-    runs = commands.add_parser("list", parents=[cluster, output], help="list runs")
-    runs.add_argument("-A", "--all-namespaces", action="store_true")
-    runs.set_defaults(command=_list)
+    _add_list(commands.add_parser("list", parents=[cluster, output], help="list runs"))
+    _add_logs(commands.add_parser("logs", parents=[cluster], help="print a process's output"))
+    debug = commands.add_parser(
+        "debug", parents=[cluster], help="collect all about a run in an archive, without secrets"
+    )
+    debug.add_argument("name")
+    debug.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="archive (.tar.gz) or folder to make; default: NAME-debug-TIME.tar.gz",
+    )
+    debug.set_defaults(command=cluster_commands.debug)
     for name, command, parents, text in (
-        ("get", _get, [cluster, output], "show one run and its conditions"),
-        ("suspend", _suspend, [cluster], "pause a run: set spec.suspend"),
-        ("resume", _resume, [cluster], "go on: unset spec.suspend, or raise spec.attempt"),
-        ("logs", _logs, [cluster], "print the output of a process"),
+        ("get", cluster_commands.get_run, [cluster, output], "show one run in detail"),
+        ("suspend", cluster_commands.suspend, [cluster], "pause a run: set spec.suspend"),
+        (
+            "resume",
+            cluster_commands.resume,
+            [cluster],
+            "go on: unset spec.suspend, or raise spec.attempt",
+        ),
     ):
         sub = commands.add_parser(name, parents=parents, help=text)
         sub.add_argument("name")
         sub.set_defaults(command=command)
-        if command is _logs:
-            sub.add_argument("--process", type=int, default=0, help="default: 0")
-            sub.add_argument("--tail", type=int, help="last lines only")
     return parser
+
+
+def _version() -> str:
+    try:
+        return version("ling-tpu")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
@@ -92,26 +135,75 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attempt", type=int, help="override spec.attempt")
 
 
+def _add_list(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-A", "--all-namespaces", action="store_true")
+    parser.add_argument(
+        "--filter-by-status",
+        type=_or_usage(parse_phases),
+        default=frozenset(Phase),
+        metavar="STATUS,...",
+        help="phases, or EVERYTHING, FINISHED, SUCCESSFUL",
+    )
+    parser.add_argument(
+        "--filter-by-name",
+        "--filter-by-job",
+        type=_or_usage(re.compile),
+        default=re.compile(""),
+        metavar="REGEX",
+        help="found anywhere in the name",
+    )
+    parser.add_argument("-w", "--watch", action="store_true", help="go on with what changes")
+    parser.add_argument("--no-headers", action="store_true")
+    parser.set_defaults(command=cluster_commands.list_runs)
+
+
+def _add_logs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--process", type=_count, default=0, help="number over all slices; default: 0"
+    )
+    which.add_argument("--all", action="store_true", help="every process, with its number")
+    parser.add_argument("--tail", type=_count, help="last lines only")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="until the run has ended, over restarts"
+    )
+    parser.set_defaults(command=cluster_commands.logs)
+
+
+def _or_usage[T](read: Callable[[str], T]) -> Callable[[str], T]:
+    """Let a wrong value end as wrong usage, with what is wrong about it."""
+
+    def parse(text: str) -> T:
+        try:
+            return read(text)
+        except (ValueError, re.error) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        msg = f"{text!r} is no number"
+        raise argparse.ArgumentTypeError(msg)
+    return int(text)
+
+
 def _run(options: argparse.Namespace) -> int:
     manifest = load_manifest(options.file, options.settings, attempt=options.attempt)
     if options.local:
         return _run_local(options, manifest)
-
-    async def apply(client: RestClient, namespace: str) -> int:
-        applied = await remote.apply(client, manifest, namespace)
-        metadata = applied["metadata"]
-        _say(f"trainingrun {metadata['namespace']}/{metadata['name']} applied")
-        return OK
-
-    return _on_cluster(options, apply)
+    cluster_commands.apply(options, manifest)
+    return OK
 
 
 def _run_local(options: argparse.Namespace, manifest: JsonObject) -> int:
-    spec = manifest["spec"]
+    spec: dict[str, Any] = manifest["spec"]
     with Display(sys.stdout) as display:
         display.say(
             f"Running {manifest['metadata']['name']} on this machine, without image "
-            f"{spec['image']} and what only a cluster has. Ctrl-C checkpoints and stops."
+            f"{spec.get('image')} and what only a cluster has. Ctrl-C checkpoints and stops."
         )
         if spec.get("tpu") is not None:
             display.say("spec.tpu becomes one process with the devices of this machine.")
@@ -126,17 +218,17 @@ def _report(outcome: Outcome, command: str) -> int:
     next_attempt = f"{again} --attempt {outcome.run.spec.attempt + 1}"
     match status.phase:
         case Phase.COMPLETE:
-            _say(f"Complete at step {outcome.steps}. Everything is in {directory}.")
+            print_line(f"Complete at step {outcome.steps}. Everything is in {directory}.")
             return OK
         case Phase.HALTED if status.halt is not None:
-            _say(f"Halted: {status.halt.reason}. {status.halt.message}")
-            _say(
+            print_line(f"Halted: {status.halt.reason}. {status.halt.message}")
+            print_line(
                 "Remove the cause, then raise spec.attempt to go on from a good checkpoint: "
                 f"{next_attempt}"
             )
             return FAILED
         case Phase.SUSPENDED:
-            _say(f"Suspended at step {status.health.highest_step}. To go on: {again}")
+            print_line(f"Suspended at step {status.health.highest_step}. To go on: {again}")
             return FAILED
         case _:
             return _report_failure(outcome, next_attempt)
@@ -145,140 +237,25 @@ def _report(outcome: Outcome, command: str) -> int:
 def _report_failure(outcome: Outcome, next_attempt: str) -> int:
     status = outcome.run.status
     reasons = [f"{c.reason}: {c.message}" for c in status.conditions if c.type == "Failed"]
-    _say(f"{status.phase}: {' '.join(reasons)} To try again: {next_attempt}")
+    print_line(f"{status.phase}: {' '.join(reasons)} To try again: {next_attempt}")
     if outcome.log is not None:
         lines = outcome.log.read_text("utf-8", "replace").splitlines()[-_LAST_LINES:]
-        _say(f"Last lines of {outcome.log}:")
+        print_line(f"Last lines of {outcome.log}:")
         for line in lines:
-            _say(f"  {line}")
+            print_line(f"  {line}")
     return USAGE if any("ConfigurationError" in reason for reason in reasons) else FAILED
 
 
-def _render(options: argparse.Namespace) -> int:
+def _render(options: argparse.Namespace) -> None:
     manifest = load_manifest(options.file, options.settings, attempt=options.attempt)
     run = TrainingRun.parse(manifest)
     jobset = build_jobset(run, attempt=run.spec.attempt, restore_before_step=None)
-    _print_object(jobset, options.output or "yaml")
-    return OK
-
-
-def _list(options: argparse.Namespace) -> int:
-    async def find(client: RestClient, namespace: str) -> int:
-        runs = await remote.find_all(client, None if options.all_namespaces else namespace)
-        if options.output:
-            body = {"apiVersion": "v1", "kind": "List", "items": runs}
-            _print_object(body, options.output)
-            return OK
-        rows = [_row(run) for run in runs]
-        if not rows:
-            print("No TrainingRuns found.", file=sys.stderr)  # noqa: T201 - the command's output
-            return OK
-        _print_table([_LIST_COLUMNS, *rows], skip=0 if options.all_namespaces else 1)
-        return OK
-
-    return _on_cluster(options, find)
-
-
-def _get(options: argparse.Namespace) -> int:
-    async def show(client: RestClient, namespace: str) -> int:
-        run = await remote.get(client, namespace, options.name)
-        if options.output:
-            _print_object(run, options.output)
-            return OK
-        _print_table([_LIST_COLUMNS, _row(run)], skip=1)
-        conditions = run.get("status", {}).get("conditions", [])
-        rows = [(c["type"], c["status"], c["reason"], c.get("message", "")) for c in conditions]
-        _say("")
-        _print_table([("CONDITION", "STATUS", "REASON", "MESSAGE"), *rows], skip=0)
-        return OK
-
-    return _on_cluster(options, show)
-
-
-def _suspend(options: argparse.Namespace) -> int:
-    return _edit(options, remote.suspend)
-
-
-def _resume(options: argparse.Namespace) -> int:
-    return _edit(options, remote.resume)
-
-
-def _edit(
-    options: argparse.Namespace, edit: Callable[[RestClient, str, str], Awaitable[str]]
-) -> int:
-    async def act(client: RestClient, namespace: str) -> int:
-        said = await edit(client, namespace, options.name)
-        _say(f"trainingrun {namespace}/{options.name}: {said}")
-        return OK
-
-    return _on_cluster(options, act)
-
-
-def _logs(options: argparse.Namespace) -> int:
-    async def show(client: RestClient, namespace: str) -> int:
-        process, tail = options.process, options.tail
-        text = await remote.log(client, namespace, options.name, process=process, tail=tail)
-        sys.stdout.write(text)
-        return OK
-
-    return _on_cluster(options, show)
-
-
-def _on_cluster(
-    options: argparse.Namespace, command: Callable[[RestClient, str], Awaitable[int]]
-) -> int:
-    connection = discover(options.kubeconfig)
-
-    async def connect() -> int:
-        async with RestClient(connection) as client:
-            return await command(client, options.namespace or connection.namespace)
-
-    return asyncio.run(connect())
-
-
-def _row(run: JsonObject) -> tuple[str, ...]:
-    metadata, status = run["metadata"], run.get("status", {})
-    training: dict[str, Any] = status.get("training", {})
-    conditions: list[dict[str, str]] = status.get("conditions", [])
-    healthy = next((c["status"] for c in conditions if c["type"] == "Healthy"), "Unknown")
-    return (
-        metadata["namespace"],
-        metadata["name"],
-        status.get("phase", Phase.PENDING),
-        str(training.get("step") or "-"),
-        str(training.get("targetSteps") or "-"),
-        str(training.get("loss") or "-"),
-        healthy,
-        _age(metadata["creationTimestamp"]),
-    )
-
-
-def _age(created: str) -> str:
-    seconds = int((datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds())
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
-        if seconds >= 2 * size:
-            return f"{seconds // size}{unit}"
-    return f"{max(seconds, 0)}s"
-
-
-def _print_table(rows: Sequence[tuple[str, ...]], *, skip: int) -> None:
-    widths = [max(map(len, column)) + 3 for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        _say("".join(cells[skip:]).rstrip())
-
-
-def _print_object(value: JsonObject, form: str) -> None:
-    _say(json.dumps(value, indent=2) if form == "json" else dump_yaml(value).rstrip())
-
-
-def _say(text: str) -> None:
-    print(text)  # noqa: T201 - the command's output
+    cluster_commands.print_object(jobset, options.output)
 
 
 def _complain(message: str, code: int) -> int:
     for line in message.splitlines():
-        print(f"ling: {line}", file=sys.stderr)  # noqa: T201 - the command's output
+        print_error(line)
     return code
 
 

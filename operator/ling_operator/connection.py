@@ -35,12 +35,13 @@ class Connection:
     proxy: str | None = None
 
 
-def discover(kubeconfig: str | None) -> Connection:
+def discover(kubeconfig: str | None, context: str | None = None) -> Connection:
     """Find the API server, in kubectl's order.
 
     Args:
       kubeconfig: path of a kubeconfig file. None: the files of KUBECONFIG, then ~/.kube/config,
         then the service account of the pod that this runs in.
+      context: of the kubeconfig; None: its current one.
 
     Raises:
       NoClusterError: none of them exists, or one does not make sense.
@@ -51,12 +52,15 @@ def discover(kubeconfig: str | None) -> Connection:
     settings = client.Configuration()
     loaders = cast("Any", config)  # its loaders carry no types
     try:
-        if kubeconfig is None and not _has_kubeconfig():
+        if kubeconfig is None and context is None and not _has_kubeconfig():
             loaders.load_incluster_config(client_configuration=settings)
             return _connection(settings, _service_account_namespace())
-        loaders.load_kube_config(config_file=kubeconfig, client_configuration=settings)
-        _, active = loaders.list_kube_config_contexts(config_file=kubeconfig)
-        return _connection(settings, str(active["context"].get("namespace") or "default"))
+        loaders.load_kube_config(
+            config_file=kubeconfig, context=context, client_configuration=settings
+        )
+        contexts, active = loaders.list_kube_config_contexts(config_file=kubeconfig)
+        chosen = next((each for each in contexts if each["name"] == context), active)
+        return _connection(settings, str(chosen["context"].get("namespace") or "default"))
     except (config.ConfigException, OSError) as error:
         msg = (
             f"no usable cluster configuration: {error}; pass --kubeconfig FILE, set KUBECONFIG, "

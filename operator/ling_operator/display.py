@@ -1,6 +1,8 @@
-"""A local run as people watch it: one live row on a terminal, plain lines elsewhere."""
+"""What people see: lines, colours, and a local run's live row on a terminal."""
 
+import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -23,6 +25,30 @@ _COLOURS = {
     Phase.CANCELLED: "red",
     Phase.SUSPENDED: "yellow",
 }
+
+
+_ANSI = {"green": 32, "red": 31, "yellow": 33, "cyan": 36}
+
+
+def wants_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Tell whether to colour what is written: on a terminal that can, unless NO_COLOR is set."""
+    refused = environment.get("NO_COLOR") or environment.get("TERM") == "dumb"
+    return stream.isatty() and not refused
+
+
+def paint(text: str, phase: Phase) -> str:
+    """Return text in a phase's colour, for a terminal."""
+    return f"\033[{_ANSI[_COLOURS.get(phase, 'cyan')]}m{text}\033[0m"
+
+
+def print_line(text: str) -> None:
+    """Print a line of a command's output."""
+    print(text)  # noqa: T201 - the command's output
+
+
+def print_error(text: str) -> None:
+    """Print a line that is not the output itself."""
+    print(f"ling: {text}", file=sys.stderr)  # noqa: T201 - the command's output
 
 
 class Display:

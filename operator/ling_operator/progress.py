@@ -195,9 +195,9 @@ def _take_sample(
 
 
 def _completion(health: HealthState, target: int | None) -> datetime | None:
-    """Return when the target is reached at the median pace; None before two steps were timed."""
+    """Return when the target is reached at the median pace; None before any step was timed."""
     paces = health.step_seconds.values
-    if target is None or health.progress_time is None or len(paces) < 2:
+    if target is None or health.progress_time is None or not paces:
         return None
     seconds = max(target - health.step, 0) * median(paces)
     if seconds > _LONGEST_ESTIMATE.total_seconds():

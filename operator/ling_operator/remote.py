@@ -1,17 +1,39 @@
-"""What the command line does with TrainingRuns of a cluster: one request or two, no watching."""
+"""What the command line asks of a cluster: runs and their pods read, watched, edited."""
 
+from collections.abc import AsyncGenerator
+from http import HTTPStatus
 from typing import Any
 
-from ling_operator.api import ENDED, GROUP, PLURAL, RUN_LABEL, VERSION, Phase
+from ling_operator.api import ENDED, GROUP, PLURAL, VERSION, Phase
 from ling_operator.caches import collection
-from ling_operator.rest import JsonObject, RestClient
-from ling_operator.views import TRAINER_CONTAINER, PodView, view_pod
+from ling_operator.rest import ApiError, JsonObject, RestClient, WatchIdleError
+from ling_operator.views import JOB_SET_NAME_LABEL
 
 _MANAGER = "ling"
+_UNKNOWN_KIND = ("could not find the requested resource", "page not found")
 
 
 class NothingThereError(Exception):
     """There is nothing to show."""
+
+
+def explain(error: ApiError) -> str:
+    """Say in a line what the API server refused, and what to do where that is known."""
+    message = " ".join(error.message.split())
+    if error.status is None:
+        return f"no answer from the API server: {message}"
+    if error.is_not_found and any(text in message for text in _UNKNOWN_KIND):
+        return (
+            "this cluster knows no TrainingRuns; install the CRD: "
+            "kubectl apply --server-side -f manifests/crd/"
+        )
+    if error.status == HTTPStatus.FORBIDDEN:
+        return f"not allowed: {message}"
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        return "the API server does not accept these credentials (401); log in again"
+    if error.is_conflict:
+        return f"it was changed by somebody else meanwhile; try again ({message})"
+    return message
 
 
 async def apply(client: RestClient, manifest: JsonObject, namespace: str) -> JsonObject:
@@ -28,9 +50,9 @@ async def get(client: RestClient, namespace: str, name: str) -> JsonObject:
     return await client.get(_object(namespace, name))
 
 
-async def find_all(client: RestClient, namespace: str | None) -> list[JsonObject]:
-    """Read the TrainingRuns of a namespace, or of all for None."""
-    path = collection(f"{GROUP}/{VERSION}", PLURAL, namespace)
+async def find_all(client: RestClient, namespace: str | None) -> tuple[list[JsonObject], str]:
+    """Read the TrainingRuns of a namespace, or of all for None; and the list's version."""
+    path = _collection(namespace)
     runs: list[JsonObject] = []
     page: dict[str, str] = {}
     while True:
@@ -38,8 +60,43 @@ async def find_all(client: RestClient, namespace: str | None) -> list[JsonObject
         runs += answer["items"]
         token = answer["metadata"].get("continue")
         if not token:
-            return runs
+            return runs, answer["metadata"]["resourceVersion"]
         page = {"continue": token}
+
+
+async def watch(
+    client: RestClient, namespace: str | None, version: str
+) -> AsyncGenerator[tuple[JsonObject, bool]]:
+    """Yield each changed TrainingRun and whether it is gone, until the watch has to be renewed.
+
+    Raises:
+      ApiError: the API server refuses, or cannot be reached.
+    """
+    events = client.watch(
+        _collection(namespace), watch="true", allowWatchBookmarks="true", resourceVersion=version
+    )
+    try:
+        async for event in events:
+            if event["type"] in {"ADDED", "MODIFIED", "DELETED"}:
+                yield event["object"], event["type"] == "DELETED"
+            elif event["type"] == "ERROR":
+                return
+    except WatchIdleError:
+        return
+
+
+async def pods_of(client: RestClient, run: JsonObject) -> list[JsonObject]:
+    """Read the pods of a run's JobSet, its own or the one it watches."""
+    path = collection("v1", "pods", run["metadata"]["namespace"])
+    found = await client.get(path, labelSelector=f"{JOB_SET_NAME_LABEL}={jobset_of(run)}")
+    pods: list[JsonObject] = found["items"]
+    return pods
+
+
+def jobset_of(run: JsonObject) -> str:
+    """Return the name of a run's JobSet."""
+    watched: dict[str, Any] = run["spec"].get("watch") or {}
+    return str(watched.get("jobSet") or run["metadata"]["name"])
 
 
 async def suspend(client: RestClient, namespace: str, name: str) -> str:
@@ -73,29 +130,6 @@ async def resume(client: RestClient, namespace: str, name: str) -> str:
     return "; ".join(said)
 
 
-async def log(
-    client: RestClient, namespace: str, name: str, *, process: int, tail: int | None
-) -> str:
-    """Return the output of a process of the newest restart of the newest attempt.
-
-    Raises:
-      NothingThereError: the run has no such pod.
-    """
-    path = collection("v1", "pods", namespace)
-    found = await client.get(path, labelSelector=f"{RUN_LABEL}={name}")
-    pods = sorted((view_pod(item) for item in found["items"]), key=_place)
-    if not pods:
-        msg = f"{namespace}/{name} has no pods"
-        raise NothingThereError(msg)
-    newest = [pod for pod in pods if _age(pod) == max(map(_age, pods))]
-    if process >= len(newest):
-        msg = f"{namespace}/{name} has {len(newest)} processes; there is no process {process}"
-        raise NothingThereError(msg)
-    lines = {"tailLines": str(tail)} if tail is not None else {}
-    pod_path = f"{path}/{newest[process].name}/log"
-    return await client.text(pod_path, container=TRAINER_CONTAINER, **lines)
-
-
 async def _edit(client: RestClient, run: JsonObject, spec: JsonObject) -> None:
     metadata = run["metadata"]
     # The version makes an edit of what has changed meanwhile fail instead of overruling it.
@@ -104,13 +138,9 @@ async def _edit(client: RestClient, run: JsonObject, spec: JsonObject) -> None:
     await client.merge_patch(path, {"metadata": precondition, "spec": spec})
 
 
+def _collection(namespace: str | None) -> str:
+    return collection(f"{GROUP}/{VERSION}", PLURAL, namespace)
+
+
 def _object(namespace: str, name: str) -> str:
-    return f"{collection(f'{GROUP}/{VERSION}', PLURAL, namespace)}/{name}"
-
-
-def _place(pod: PodView) -> tuple[int, int]:
-    return pod.job_index, pod.completion_index
-
-
-def _age(pod: PodView) -> tuple[int, int]:
-    return pod.attempt, pod.restart_attempt
+    return f"{_collection(namespace)}/{name}"

@@ -18,6 +18,7 @@ type JsonObject = dict[str, Any]
 CONNECT_SECONDS = 10.0
 REQUEST_SECONDS = 30.0  # what a halt waits for at most when its connection is dead
 READ_IDLE_SECONDS = 75.0  # the API server sends a bookmark a minute on an idle watch
+STREAM_SECONDS = 600.0  # a trainer that compiles may print nothing for minutes
 _TOKEN_SECONDS = 30.0
 
 JSON = "application/json"
@@ -116,6 +117,17 @@ class RestClient:
     async def text(self, path: str, **params: str) -> str:
         """Read a subresource that is not JSON, such as a pod's log."""
         return await self._exchange("GET", path, params=params)
+
+    async def stream(self, path: str, **params: str) -> AsyncGenerator[bytes]:
+        """Yield what a subresource sends until it ends, such as a log that is followed.
+
+        Raises:
+          ApiError: the server refused, or the connection broke or was silent for long.
+        """
+        timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS, sock_read=STREAM_SECONDS)
+        async with self._send("GET", path, params=params, timeout=timeout) as answer:
+            async for chunk in answer.content.iter_any():
+                yield chunk
 
     async def post(self, path: str, body: JsonObject) -> JsonObject:
         """Create an object."""
