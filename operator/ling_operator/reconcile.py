@@ -251,4 +251,5 @@ def _look_again(observed: Observed, status: TrainingRunStatus) -> timedelta | No
         return None
     if current_jobset(observed, status) is None:
         return WAIT
-    return timedelta(seconds=observed.run.spec.health.scrape_interval_seconds)
+    # Each scrape is followed by a pass; this is for a run that cannot be scraped.
+    return 2 * timedelta(seconds=observed.run.spec.health.scrape_interval_seconds)

@@ -92,8 +92,14 @@ class WorkQueue[K: Hashable]:
         self._failures.pop(key, None)
 
     async def get(self) -> K:
-        """Wait for a key and take it; call done() with it afterwards."""
+        """Wait for a key and take it; call done() with it afterwards.
+
+        A delay that the key had is dropped: the pass that begins says anew when to look again.
+        """
         key = await self._ready.get()
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
         now = self._last_turn = self._in_progress[key] = time.monotonic()
         self._waited[key] = now - self._dirty.pop(key)
         return key

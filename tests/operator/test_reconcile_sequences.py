@@ -391,5 +391,5 @@ def test_process_0_of_the_newest_restart_is_scraped_until_the_end(
 def test_a_running_object_is_looked_at_every_interval_and_an_ended_one_never(
     scene: Any, story: Story
 ) -> None:
-    assert story.see(0).requeue_after == timedelta(seconds=5)
+    assert story.see(0).requeue_after == timedelta(seconds=10)
     assert story.see(1, jobset=None, pods=()).requeue_after is None

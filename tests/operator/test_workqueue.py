@@ -44,6 +44,19 @@ def test_a_key_is_never_in_two_hands_and_no_add_is_lost(operations: list[tuple[s
 
 
 @pytest.mark.asyncio
+async def test_a_key_that_is_taken_is_not_queued_again_by_a_delay_from_before() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add_after("a", 0.1)
+    queue.add("a")
+    queue.done(await queue.get())
+    await asyncio.sleep(0.2)
+    assert len(queue) == 0
+    queue.add_after("a", 0.1)
+    await asyncio.sleep(0.2)
+    assert len(queue) == 1
+
+
+@pytest.mark.asyncio
 async def test_what_a_key_waited_counts_from_its_first_add_also_while_a_worker_has_it() -> None:
     queue: WorkQueue[str] = WorkQueue()
     queue.add("a")
