@@ -7,7 +7,7 @@ import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-pytest_plugins = ("golden_table",)
+pytest_plugins = ("golden_table", "image_fixtures")
 ROOT = Path(__file__).parents[1]
 
 
