@@ -23,6 +23,7 @@ from ling_trainer.checkpoint import (
     newest_checkpoint,
     read_record,
 )
+from ling_trainer.checkpoint_failure import failure
 from ling_trainer.checksum import leaf_checksums, leaf_names
 from ling_trainer.config import CheckpointConfig
 from ling_trainer.data.order import SampleOrder
@@ -280,3 +281,24 @@ def test_the_checksum_is_the_sum_that_the_docstring_says():
     bits = values.view(np.uint32).ravel().astype(np.uint64)
     expected = int((bits * (2 * np.arange(bits.size, dtype=np.uint64) + 1)).sum() % (1 << 32))
     assert int(leaf_checksums([jnp.asarray(values)])[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("processes", "cause", "code"),
+    [
+        (2, jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed"), ExitCode.RESTART),
+        (2, ValueError("[gloo] Connection closed by peer [127.0.0.1]:1"), ExitCode.RESTART),
+        (2, ValueError("DATA_LOSS: CRC mismatch"), ExitCode.CHECKPOINT),
+        (1, jax.errors.JaxRuntimeError("INTERNAL: no such buffer"), ExitCode.CHECKPOINT),
+    ],
+)
+def test_a_peer_that_dies_during_a_save_is_a_restart_and_no_damaged_checkpoint(
+    processes: int, cause: Exception, code: ExitCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    passed_on = RuntimeError("the save did not finish")
+    passed_on.__cause__ = cause
+    for error in (cause, passed_on):
+        ending = failure(error, "checkpoint of step 20").ending
+        assert ending.code == code
+        assert ending.reason == ("LostPeer" if code == ExitCode.RESTART else "CheckpointUnusable")

@@ -1,7 +1,6 @@
 """Checkpoints by Orbax: asynchronous, verified, each with the record of its run."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -12,17 +11,15 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ling_trainer.checkpoint_failure import OLDER, failure, unusable
 from ling_trainer.checksum import leaf_checksums, leaf_name, leaf_names
 from ling_trainer.config import CheckpointConfig
-from ling_trainer.ends import EndRun, ExitCode, end_run
+from ling_trainer.ends import EndRun
 from ling_trainer.run_record import RunRecord, differences
 
 _STATE, _RECORD = "state", "run"
 _RECORD_FILE = f"{_RECORD}/metadata"  # where Orbax's JsonSave puts it
 _COMMITTED = "commit_success.txt"
-_TRANSIENT = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|CANCELLED")
-_PERMANENT_OS_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
-_LEAF_IN_MESSAGE = re.compile(r"""['"]path['"]: ?['"]([^/'"][^'"]*)/['"]""")
 
 
 class _HasStep(Protocol):
@@ -79,7 +76,7 @@ def committed_steps(directory: epath.Path) -> list[int]:
             if entry.name.isdecimal() and (entry / _COMMITTED).exists()
         )
     except OSError as error:
-        raise _failure(error, f"cannot list {directory}") from error
+        raise failure(error, f"cannot list {directory}") from error
 
 
 def newest_checkpoint(directory: epath.Path, *, before: int | None, attempt: int) -> int | None:
@@ -110,7 +107,7 @@ def read_record(directory: epath.Path, step: int) -> RunRecord:
     try:
         return RunRecord.from_json(json.loads((directory / str(step) / _RECORD_FILE).read_text()))
     except (OSError, ValueError) as error:
-        raise _failure(error, _where(directory, step)) from error
+        raise failure(error, _where(directory, step)) from error
 
 
 def check_identity(
@@ -122,7 +119,7 @@ def check_identity(
       EndRun: it is not (exit code 4); the message names each setting.
     """
     if wrong := differences(ours, theirs):
-        raise _unusable(
+        raise unusable(
             f"{_where(directory, step)}: {'; '.join(wrong)}; restore the setting, or choose "
             "another run_name"
         )
@@ -150,7 +147,7 @@ class Checkpoints:
                 directory, options=options, item_handlers=handlers
             )
         except (OSError, ValueError) as error:
-            raise _failure(error, f"cannot open {directory}") from error
+            raise failure(error, f"cannot open {directory}") from error
         self._committed = max(committed_steps(directory), default=0)
         self._pending: int | None = None
 
@@ -190,13 +187,11 @@ class Checkpoints:
         except EndRun:
             raise
         except Exception as error:  # Orbax raises its own errors as bare Exception
-            raise _failure(error, where) from error
+            raise failure(error, where) from error
         state: State = restored[_STATE]
         for leaf, checksum in _named_checksums(state).items():
             if record.checksums.get(leaf) != checksum:
-                raise _unusable(
-                    f"{where}: leaf {leaf} is damaged (its checksum differs); {_OLDER}"
-                )
+                raise unusable(f"{where}: leaf {leaf} is damaged (its checksum differs); {OLDER}")
         return state
 
     def save(self, step: int, state: Any, record: RunRecord) -> None:
@@ -205,7 +200,8 @@ class Checkpoints:
         An earlier save is awaited first.
 
         Raises:
-          EndRun: an earlier save failed, or this one at once (exit code 42).
+          EndRun: an earlier save failed, or this one at once (exit code 42, or 4 where no restart
+            helps).
         """
         self.wait()
         record = replace(record, checksums=_named_checksums(state))
@@ -216,21 +212,21 @@ class Checkpoints:
         try:
             self._manager.save(step, args=ocp.args.Composite(**args), force=True)
         except Exception as error:
-            raise _failure(error, _where(self._directory, step)) from error
+            raise failure(error, _where(self._directory, step)) from error
         self._pending = step
 
     def wait(self) -> None:
         """Wait until the last save is complete.
 
         Raises:
-          EndRun: it failed (exit code 42).
+          EndRun: it failed (exit code 42, or 4 where no restart helps).
         """
         if self._pending is None:
             return
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            raise _failure(error, _where(self._directory, self._pending)) from error
+            raise failure(error, _where(self._directory, self._pending)) from error
         self._committed, self._pending = self._pending, None
 
     def _check_structure(self, step: int, like: Any) -> None:
@@ -243,13 +239,10 @@ class Checkpoints:
         for leaf in names:
             if ours.get(leaf) != theirs.get(leaf):
                 there, here = theirs.get(leaf, "missing"), ours.get(leaf, "missing")
-                raise _unusable(
+                raise unusable(
                     f"{_where(self._directory, step)}: leaf {leaf} is {there} there and {here} in "
                     "this run; use the configuration that wrote it, or choose another run_name"
                 )
-
-
-_OLDER = "delete that checkpoint's directory to restore an older one"
 
 
 def _where(directory: epath.Path, step: int) -> str:
@@ -271,24 +264,3 @@ def _shapes(tree: Any) -> dict[str, str]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if hasattr(leaf, "shape")
     }
-
-
-def _unusable(message: str) -> EndRun:
-    return end_run(ExitCode.CHECKPOINT, "CheckpointUnusable", message)
-
-
-def _failure(error: Exception, where: str) -> EndRun:
-    """Tell storage that failed, which a restart may cure, from data that is wrong for good."""
-    text = str(error)
-    transient = isinstance(error, OSError) and not isinstance(error, _PERMANENT_OS_ERRORS)
-    if transient or _TRANSIENT.search(text):
-        return end_run(ExitCode.RESTART, "StorageFailed", f"{where}: {_short(text)}")
-    leaves = _LEAF_IN_MESSAGE.findall(text) + _LEAF_IN_MESSAGE.findall(str(error.__cause__ or ""))
-    leaf = f" leaf {leaves[0]}:" if leaves else ""
-    return _unusable(f"{where}:{leaf} {_short(text)}; {_OLDER}")
-
-
-def _short(text: str) -> str:
-    """Keep the first line: TensorStore's errors go on with pages of its own settings."""
-    line = text.strip().split("\n", 1)[0]
-    return line if len(line) <= 300 else f"{line[:300]} ..."
