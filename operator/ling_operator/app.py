@@ -126,7 +126,12 @@ async def operate(options: argparse.Namespace, connection: Connection) -> int:
         session = await stack.enter_async_context(ScrapeSession())
         queue: WorkQueue[Key] = WorkQueue()
         caches = Caches(client, namespace=options.namespace, wake=queue.add)
-        telemetry = Telemetry(queue, caches, leading=leading)
+        telemetry = Telemetry(
+            queue,
+            caches,
+            leading=leading,
+            lease_refusal=lambda: lease.refusal if lease is not None else None,
+        )
         await telemetry.serve(
             stack,
             metrics=options.metrics_bind_address,

@@ -55,6 +55,7 @@ class LeaderLease:
 
     Attributes:
       acquired: set while this replica leads.
+      refusal: what the API server says to the last try, None unless it refused.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class LeaderLease:
         clock: Callable[[], float] = boot_seconds,
     ) -> None:
         self.acquired = asyncio.Event()
+        self.refusal: str | None = None
         self.identity = identity
         self._client = client
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
@@ -91,7 +93,9 @@ class LeaderLease:
             try:
                 if await self._try():
                     self._until = started + RENEW_SECONDS
+                self.refusal = None
             except ApiError as error:
+                self.refusal = str(error) if error.is_refusal else None
                 _log.warning("lease not renewed", extra={"error": str(error)})
             if self.leading and not self.acquired.is_set():
                 _log.info("leading", extra={"identity": self.identity})

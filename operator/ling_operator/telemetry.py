@@ -38,9 +38,11 @@ class Telemetry:
         caches: Caches,
         *,
         leading: Callable[[], bool] = lambda: True,
+        lease_refusal: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._queue = queue
         self._caches = caches
+        self._lease_refusal = lease_refusal
         self.registry = CollectorRegistry()
         self.passes = Counter(
             "ling_operator_reconcile",
@@ -86,6 +88,8 @@ class Telemetry:
             whys = (f"{r.kind} ({r.problem})" if r.problem else r.kind for r in missing)
             return f"not listed yet: {', '.join(whys)}"
         refused = [f"{r.kind} ({r.refusal})" for r in reflectors if r.refusal is not None]
+        lease = self._lease_refusal()
+        refused += [f"the Lease ({lease})"] if lease is not None else []
         return f"refused: {', '.join(refused)}" if refused else None
 
     def not_alive(self) -> str | None:

@@ -6,9 +6,12 @@ from typing import Any, cast
 
 import pytest
 
+from ling_operator.caches import Caches
 from ling_operator.connection import Connection
 from ling_operator.lease import LEASE_SECONDS, RENEW_SECONDS, LeaderLease, LostLeaseError
 from ling_operator.rest import ApiError, RestClient
+from ling_operator.telemetry import Telemetry
+from ling_operator.workqueue import WorkQueue
 
 
 class Leases:
@@ -18,6 +21,7 @@ class Leases:
         self.lease: dict[str, Any] | None = None
         self.version = 0
         self.broken = False
+        self.forbidden = False
         self.writes: list[str] = []
 
     async def get(self, path: str) -> dict[str, Any]:
@@ -39,6 +43,9 @@ class Leases:
         return self._store(body)
 
     def _answer(self) -> None:
+        if self.forbidden:
+            said = "cannot get resource leases"
+            raise ApiError(status=403, reason="Forbidden", message=said)
         if self.broken:
             raise ApiError(status=None, reason="", message="no answer")
 
@@ -165,6 +172,28 @@ async def test_a_short_outage_of_the_api_server_costs_nothing_and_a_long_one_the
     replicas.now += 1
     with pytest.raises(LostLeaseError):
         await replicas.tries(first)
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_may_not_have_the_lease_stands_by_and_is_not_ready(
+    replicas: Replicas,
+) -> None:
+    standby = replicas.replica("a")
+    replicas.api.forbidden = True
+    assert not await replicas.tries(standby)
+    said = "403 Forbidden: cannot get resource leases"
+    assert standby.refusal == said
+    nowhere = Connection(server="http://127.0.0.1:9", tls=None, authorization=lambda: None)
+    async with RestClient(nowhere) as client:
+        queue: WorkQueue[tuple[str, str]] = WorkQueue()
+        caches = Caches(client, namespace=None, wake=queue.add)
+        telemetry = Telemetry(queue, caches, lease_refusal=lambda: standby.refusal)
+        for reflector in caches.reflectors:
+            reflector.synced.set()
+        assert telemetry.not_ready() == f"refused: the Lease ({said})"
+        replicas.api.forbidden = False
+        assert await replicas.tries(standby)
+        assert telemetry.not_ready() is None
 
 
 @pytest.mark.asyncio
