@@ -96,20 +96,22 @@ class _Printer:
 async def _watch(
     client: RestClient, namespace: str | None, version: str, wanted: Filter, printer: _Printer
 ) -> None:
-    """Print what changes, for ever; a watch that ends begins anew with a list."""
+    """Print what changes, for ever; a watch that ends, or fails for a while, begins with a list."""
+    listed: str | None = version
     while True:
         try:
-            async for run, gone in remote.watch(client, namespace, version):
+            if listed is None:
+                runs, listed = await remote.find_all(client, namespace)
+                for run in filter(wanted.takes, runs):
+                    printer.show(run)
+            async for run, gone in remote.watch(client, namespace, listed):
                 if wanted.takes(run):
                     printer.show(run, gone=gone)
-            runs, version = await remote.find_all(client, namespace)
         except ApiError as error:
-            if error.status is not None and error.status < 500 and not error.is_expired:
+            if error.is_refusal and not error.is_expired:
                 raise
             await asyncio.sleep(_RETRY_SECONDS)
-            continue
-        for run in filter(wanted.takes, runs):
-            printer.show(run)
+        listed = None
 
 
 def get_run(options: argparse.Namespace) -> None:
@@ -158,7 +160,7 @@ def logs(options: argparse.Namespace) -> None:
         if options.follow:
             await run_logs.follow(client, target, _write, _note)
         else:
-            await run_logs.show(client, target, _write)
+            await run_logs.show(client, target, _write, _note)
 
     on_cluster(options, show)
 

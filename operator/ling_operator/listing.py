@@ -16,8 +16,8 @@ type Row = tuple[str, ...]
 NOTHING = "-"
 _MESSAGE_BYTES = 120
 _UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
+_EVERYTHING = "EVERYTHING"
 _WORDS: dict[str, frozenset[Phase]] = {
-    "EVERYTHING": frozenset(Phase),
     "FINISHED": ENDED,
     "SUCCESSFUL": frozenset({Phase.COMPLETE}),
 }
@@ -43,31 +43,36 @@ class Filter:
     """Which runs to show.
 
     Attributes:
-      phases: any of these.
+      phases: any of these; None for all, those that this version does not know too.
       name: found in the name.
     """
 
-    phases: frozenset[Phase] = frozenset(Phase)
+    phases: frozenset[Phase] | None = None
     name: re.Pattern[str] = re.compile("")
 
     def takes(self, run: Raw) -> bool:
         """Tell whether to show a run."""
-        named = self.name.search(run["metadata"]["name"]) is not None
-        return named and _status(run).get("phase", Phase.PENDING) in self.phases
+        if self.name.search(run["metadata"]["name"]) is None:
+            return False
+        return self.phases is None or _status(run).get("phase", Phase.PENDING) in self.phases
 
 
-def parse_phases(text: str) -> frozenset[Phase]:
-    """Read phases, separated by commas, or xpk's words for some of them.
+def parse_phases(text: str) -> frozenset[Phase] | None:
+    """Read phases, separated by commas, or xpk's words for some of them; None for everything.
 
     Raises:
       ValueError: a word that is none of them.
     """
     phases = {phase.upper(): frozenset({phase}) for phase in Phase} | _WORDS
     chosen: frozenset[Phase] = frozenset()
-    for word in text.split(","):
-        found = phases.get(word.strip().upper())
+    words = [word.strip().upper() for word in text.split(",")]
+    if _EVERYTHING in words:
+        return None
+    for word in words:
+        found = phases.get(word)
         if found is None:
-            msg = f"{word!r} is no status; choose from {', '.join([*_WORDS, *Phase])}"
+            choices = ", ".join([_EVERYTHING, *_WORDS, *Phase])
+            msg = f"{word!r} is no status; choose from {choices}"
             raise ValueError(msg)
         chosen |= found
     return chosen

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ling_operator import remote
 from ling_operator.api import ENDED
+from ling_operator.listing import last_evidence
 from ling_operator.pod_logs import log_path
 from ling_operator.remote import NothingThereError
 from ling_operator.rest import ApiError, JsonObject, RestClient
@@ -35,14 +36,22 @@ class Target:
     tail: int | None
 
 
-async def show(client: RestClient, target: Target, write: Write) -> None:
+async def show(client: RestClient, target: Target, write: Write, note: Write) -> None:
     """Write what the processes of the newest restart have printed.
+
+    Of a stopped run whose pods are gone the lines that its status has kept are written.
 
     Raises:
       NothingThereError: the run has no such process.
     """
     run = await remote.get(client, target.namespace, target.name)
     pods = _newest(await remote.pods_of(client, run))
+    kept = (last_evidence(run) or {}).get("log")
+    if kept and not pods and target.processes in {None, (0,)}:
+        note("its pods are gone; these are the last lines of process 0, from its status")
+        for line in kept[-(target.tail or len(kept)) :]:
+            write(f"{line}\n")
+        return
     for process in _wanted(target, pods):
         pod = pods[process]
         prefix = _prefix(target, process)

@@ -209,6 +209,50 @@ def test_pages_of_a_list_are_put_together(
     assert "continue=x" in server.asked[1]
 
 
+def test_a_watch_that_is_too_old_begins_anew_and_a_refusal_ends_it(
+    ling: Callable[..., tuple[int, str, str]], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ling_operator.cluster_commands._RETRY_SECONDS", 0.01)
+    gone = {"type": "DELETED", "object": run("b")}
+    changed = {"type": "MODIFIED", "object": run("a", phase="Halted")}
+    same = {"type": "MODIFIED", "object": run("a", phase="Halted", observedGeneration=2)}
+    events = "".join(json.dumps(event) + "\n" for event in (changed, same, gone))
+    server.say(
+        RUNS,
+        (200, {"metadata": {"resourceVersion": "1"}, "items": [run("a"), run("b")]}),
+        refusal(410, "Expired", "too old resource version"),
+        (503, "try later"),
+        (200, {"metadata": {"resourceVersion": "7"}, "items": [run("a"), run("b")]}),
+        (200, events),
+        refusal(403, "Forbidden", "not any more"),
+    )
+    code, out, err = ling("list", "--watch")
+    assert [line.split()[:2] for line in out.splitlines()] == [
+        ["NAME", "PHASE"],
+        ["a", "Running"],
+        ["b", "Running"],
+        ["a", "Halted"],
+        ["b", "Deleted"],
+    ]
+    assert (code, err) == (1, "ling: not allowed: not any more\n")
+    assert "resourceVersion=1" in server.asked[1]
+    assert "resourceVersion=7" in server.asked[4]
+
+
+def test_lines_kept_in_the_status_are_shown_when_the_pods_are_gone(
+    ling: Callable[..., tuple[int, str, str]], server: Server
+) -> None:
+    attempt = {"attempt": 1, "evidence": {"log": ["step 1", "step 2 loss nan"]}}
+    server.say(f"{RUNS}/ling2", (200, run(phase="Halted", attempts=[attempt])))
+    server.say(PODS, (200, {"items": []}))
+    code, out, err = ling("logs", "ling2")
+    assert (code, out) == (0, "step 1\nstep 2 loss nan\n")
+    assert "its pods are gone" in err
+    assert ling("logs", "ling2", "--tail", "1")[1] == "step 2 loss nan\n"
+    code, _, err = ling("logs", "ling2", "--process", "3")
+    assert (code, err) == (1, "ling: team/ling2 has no pods\n")
+
+
 def test_a_log_that_is_no_utf_8_is_printed_all_the_same(
     ling: Callable[..., tuple[int, str, str]], server: Server
 ) -> None:
