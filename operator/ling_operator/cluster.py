@@ -14,6 +14,7 @@ from typing import Any
 from ling_operator.api import API_VERSION, GROUP, KIND, PLURAL, VERSION, TrainingRun, dump
 from ling_operator.caches import JOBSET_GROUP, Caches, RunView, collection, view_run
 from ling_operator.plan import (
+    STEADY_WRITE,
     Action,
     CreateJobSet,
     DeleteJobSet,
@@ -36,8 +37,10 @@ from ling_trainer.schema import ConfigError
 
 OLDEST_EVENT = timedelta(minutes=50)  # the API server keeps events for an hour
 _CREATED_SECONDS = 30.0
-_NOTE_BYTES = 1024
 _REPLACED_KEPT = 16
+_NOTE_BYTES = 1024
+_STEADY_WRITERS = 4
+_SMOOTHING = 0.05
 _REPORTER = f"{GROUP}/ling-operator"
 
 _log = logging.getLogger(__name__)
@@ -79,6 +82,7 @@ class Cluster:
         self._client = client
         self._caches = caches
         self._now = now
+        self._put_seconds = 0.0
         self._instance = socket.gethostname()
         self._written: dict[Key, _Written] = {}
         self._created: dict[Key, _Created] = {}
@@ -146,6 +150,7 @@ class Cluster:
             create_error=message if attempt == run.spec.attempt else None,
             refusal=self.refusal(key),
             log=self._logs.get(key),
+            steady_write=self._steady_write(),
             now=self._now(),
         )
 
@@ -223,7 +228,9 @@ class Cluster:
             "status": dump(plan.status),
         }
         path = f"{_runs(metadata.namespace)}/{metadata.name}/status"
+        began = time.monotonic()
         after = view_run(await self._client.put(path, body))
+        self._put_seconds += _SMOOTHING * (time.monotonic() - began - self._put_seconds)
         earlier = self._written.get(key)
         replaced: tuple[str, ...] = ()
         if earlier is not None and earlier.after.version == metadata.resource_version:
@@ -231,6 +238,15 @@ class Cluster:
             replaced = (*earlier.before[:1], *earlier.before[1:][-_REPLACED_KEPT:])
         before = (*replaced, metadata.resource_version)
         self._written[key] = _Written(before=before, after=after)
+
+    def _steady_write(self) -> timedelta:
+        """Return how often progress is written: a slow API server gets fewer of such writes.
+
+        All runs' together keep at most _STEADY_WRITERS workers, so that there are others for
+        what is urgent.
+        """
+        seconds = len(self._caches.runs.objects) * self._put_seconds / _STEADY_WRITERS
+        return max(STEADY_WRITE, timedelta(seconds=seconds))
 
     async def _act(self, key: Key, run: TrainingRun, action: Action) -> None:
         jobsets = collection(JOBSET_GROUP, "jobsets", run.metadata.namespace)

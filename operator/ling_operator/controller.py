@@ -137,7 +137,7 @@ class Controller:
         failed = isinstance(result, ScrapeFailure)
         self._telemetry.scrapes.labels(result.reason if failed else "ok").inc()
         self._cluster.record(job.key, result)
-        self._queue.add(job.key)
+        self._queue.add(job.key, urgent=isinstance(result, HealthSample) and result.is_nonfinite)
 
     async def _read_heartbeat(self, session: ScrapeSession, job: ScrapeJob) -> None:
         result = await scrape(session, job.target)

@@ -48,6 +48,12 @@ class HealthSample:
     tokens_per_second: float | None = None
     heartbeat: datetime | None = None
 
+    @property
+    def is_nonfinite(self) -> bool:
+        """Tell whether the page shows a step that was not finite, its last or an earlier one."""
+        now = self.is_nan or self.is_inf or self.grad_is_nonfinite
+        return now or any(count for _, count in self.nonfinite_steps)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:

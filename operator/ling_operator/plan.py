@@ -12,6 +12,9 @@ from ling_operator.workload import WorkloadView
 
 type Manifest = dict[str, Any]
 
+STEADY_WRITE = timedelta(seconds=10)
+"""Progress alone is written this often, where the API server keeps up."""
+
 
 @dataclass(frozen=True, slots=True)
 class LogSource:
@@ -54,6 +57,7 @@ class Observed:
       create_error: what the API server said to the last refused CreateJobSet of this attempt.
       refusal: what else it refuses that this run needs, and its words; None if nothing.
       log: of the pod that an earlier plan asked for, if it was just read; else None.
+      steady_write: how long progress alone waits for its write.
       now: the time of the decision.
     """
 
@@ -70,6 +74,7 @@ class Observed:
     create_error: str | None = None
     refusal: str | None = None
     log: LogTail | None = None
+    steady_write: timedelta = STEADY_WRITE
     now: datetime
 
 

@@ -3,13 +3,9 @@
 What is not written is not lost: a trainer's counters are latched, and the next page has them.
 """
 
-from datetime import timedelta
-
 from ling_operator.api import SeriesState, TrainingRunStatus, Window
 from ling_operator.plan import Observed
 
-STEADY_WRITE = timedelta(seconds=10)
-"""Progress alone is written this often."""
 _SERIES = ("loss", "grad_norm", "zeros", "weights", "zero_loss")
 
 
@@ -19,7 +15,7 @@ def settle(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
     if status == old or _without_progress(status) != _without_progress(old):
         return status
     written = old.health.sample_time
-    due = written is None or observed.now - written >= STEADY_WRITE
+    due = written is None or observed.now - written >= observed.steady_write
     return status if due else old
 
 

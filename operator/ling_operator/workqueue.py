@@ -1,6 +1,7 @@
 """Keys waiting for a worker: each at most once, never two workers on one, backoff per key."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Hashable
 
@@ -12,7 +13,8 @@ class WorkQueue[K: Hashable]:
     """A deduplicating queue for one event loop.
 
     A key added while a worker has it becomes dirty, and is queued again when the worker is done.
-    So no change is missed, and no two passes over one object overlap.
+    So no change is missed, and no two passes over one object overlap. Urgent keys go first: where
+    the API server is slow, all others' progress must not delay what costs machines.
     """
 
     def __init__(
@@ -23,7 +25,10 @@ class WorkQueue[K: Hashable]:
     ) -> None:
         self._first_delay_seconds = first_delay_seconds
         self._longest_delay_seconds = longest_delay_seconds
-        self._ready: asyncio.Queue[K] = asyncio.Queue()
+        self._ready: asyncio.PriorityQueue[tuple[bool, int, K]] = asyncio.PriorityQueue()
+        self._order = itertools.count()
+        self._waiting: set[K] = set()
+        self._urgent: set[K] = set()
         self._dirty: dict[K, float] = {}  # when it was added
         self._in_progress: dict[K, float] = {}
         self._waited: dict[K, float] = {}
@@ -33,7 +38,7 @@ class WorkQueue[K: Hashable]:
 
     def __len__(self) -> int:
         """Count the keys that wait for a worker now, delayed ones not included."""
-        return self._ready.qsize()
+        return len(self._waiting)
 
     @property
     def in_progress(self) -> int:
@@ -48,8 +53,12 @@ class WorkQueue[K: Hashable]:
         waited = now - self._last_turn if len(self) else 0.0
         return max(held, waited)
 
-    def add(self, key: K) -> None:
-        """Queue a key; nothing happens if it waits already."""
+    def add(self, key: K, *, urgent: bool = False) -> None:
+        """Queue a key; nothing happens if it waits already, but that an urgent one moves on."""
+        if urgent and key not in self._urgent:
+            self._urgent.add(key)
+            if key in self._waiting:
+                self._put(key)  # where it stood before, it is passed over
         if key in self._dirty:
             return
         self._dirty[key] = time.monotonic()
@@ -96,7 +105,11 @@ class WorkQueue[K: Hashable]:
 
         A delay that the key had is dropped: the pass that begins says anew when to look again.
         """
-        key = await self._ready.get()
+        key = (await self._ready.get())[-1]
+        while key not in self._waiting:
+            key = (await self._ready.get())[-1]
+        self._waiting.discard(key)
+        self._urgent.discard(key)
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
@@ -124,7 +137,11 @@ class WorkQueue[K: Hashable]:
     def _enqueue(self, key: K) -> None:
         if not len(self):
             self._last_turn = time.monotonic()
-        self._ready.put_nowait(key)
+        self._waiting.add(key)
+        self._put(key)
+
+    def _put(self, key: K) -> None:
+        self._ready.put_nowait((key not in self._urgent, next(self._order), key))
 
     def _expire(self, key: K) -> None:
         self._timers.pop(key, None)

@@ -70,6 +70,7 @@ class ApiStub:
         self.writes: list[Request] = []
         self.streams: dict[str, asyncio.Queue[dict[str, Any]]] = {}
         self.version = 100
+        self.delay = 0.0
 
     def refuse(self, method: str, path: str, status: int, reason: str, message: str = "") -> None:
         self.refusals[method, path] = status, reason, message
@@ -81,6 +82,7 @@ class ApiStub:
         if request.method == "GET":
             return await self._read(request)
         text = await request.text()
+        await asyncio.sleep(self.delay)
         body: dict[str, Any] = json.loads(text)
         self.writes.append(Request(request.method, request.path, request.content_type, body))
         refusal = self.refusals.get((request.method, request.path))
@@ -196,6 +198,23 @@ async def test_the_status_is_written_first_then_the_action_then_the_events(scene
         assert body["metadata"]["uid"] == run.metadata.uid
         assert body["status"]["phase"] == "Starting"
         assert "spec" not in body
+
+
+@pytest.mark.asyncio
+async def test_progress_of_many_runs_is_written_more_seldom_while_the_server_is_slow(
+    scene: Any,
+) -> None:
+    async with world(scene, watching=True, runs=[stored_run(scene)]) as w:
+        seen = await w.cluster.observe("team", "ling2")
+        assert seen is not None
+        assert seen.steady_write == timedelta(seconds=10)
+        view = w.caches.runs.objects["team", "ling2"]
+        w.caches.runs._objects.update({("team", str(i)): view for i in range(10_000)})
+        w.api.delay = 0.2
+        await w.cluster.execute(seen, Plan(status=CHANGED))
+        slow = await w.cluster.observe("team", "ling2")
+        assert slow is not None
+        assert slow.steady_write > timedelta(seconds=20)
 
 
 @pytest.mark.asyncio
@@ -451,6 +470,65 @@ async def test_memory_of_gone_pods_is_bounded_and_keeps_the_diverged_one(scene: 
         assert observed is not None
         assert len(observed.pods) <= 65
         assert "diverged" in {p.name for p in observed.pods}
+
+
+def watching_run(name: str, **status: Any) -> dict[str, Any]:
+    metadata = {"namespace": "team", "name": name, "uid": f"uid-{name}", "resourceVersion": "7"}
+    return {"metadata": metadata, "spec": {"watch": {"jobSet": "ling2"}}, "status": status}
+
+
+@pytest.mark.asyncio
+async def test_what_belongs_to_a_watched_jobset_is_seen_by_the_runs_that_watch_it(
+    scene: Any,
+) -> None:
+    jobset = build_jobset(scene.run(), attempt=1, restore_before_step=None)
+    jobset["metadata"] |= {"uid": "js-1", "resourceVersion": "8"}
+    lists = {
+        "runs": [watching_run("b"), watching_run("a")],
+        "jobsets": [jobset],
+        "workloads": [stored_workload("wl", "js-1", active=True)],
+        "pods": [pod("p", phase="Running")],
+    }
+    async with world(scene, watching=True, **lists) as w:
+        first, second = [await w.cluster.observe("team", name) for name in "ab"]
+        assert first is not None
+        assert second is not None
+        for observed in (first, second):
+            assert observed.jobset is not None
+            assert observed.jobset.uid == "js-1"
+            assert observed.workload is not None
+            assert [p.name for p in observed.pods] == ["p"]
+        assert (first.other_watcher, second.other_watcher) == (None, "a")
+        w.woken.clear()
+        w.api.send(PODS, "DELETED", pod("p", phase="Failed", **ended(90)))
+        await until(lambda: w.woken == [("team", "a"), ("team", "b")])
+        # Who has watched this very JobSet before keeps it, whatever its name is.
+        kept = {"attempt": 1, "jobSetUID": "js-1", "attempts": [
+            {"attempt": 1, "jobSetUID": "js-1", "startTime": "2026-11-30T09:00:00Z"},
+        ]}  # fmt: skip
+        w.api.send(RUNS, "MODIFIED", watching_run("b", **kept))
+        await until(lambda: len(w.woken) == 3)
+        first, second = [await w.cluster.observe("team", name) for name in "ab"]
+        assert first is not None
+        assert second is not None
+        assert (first.other_watcher, second.other_watcher) == ("b", None)
+        assert [p.exit_code for p in second.pods] == [90]
+        w.api.send(RUNS, "DELETED", watching_run("b"))
+        await until(lambda: w.caches.run(("team", "b")) is None)
+        first = await w.cluster.observe("team", "a")
+        assert first is not None
+        assert first.other_watcher is None
+        await w.cluster.execute(
+            first, Plan(status=first.run.status, actions=(SetSuspend("js-1", True, "x"),))
+        )
+        assert w.api.writes[-1].path == f"{JOBSETS}/ling2"
+        w.api.send(RUNS, "DELETED", watching_run("a"))
+        await until(lambda: w.caches.run(("team", "a")) is None)
+        w.woken.clear()
+        w.api.send(PODS, "ADDED", pod("q", phase="Running"))
+        await until(lambda: len(w.caches.pods.objects) == 1)
+        assert w.woken == []
+        assert w.caches.pods_of(KEY) == w.caches.pods_of(("team", "ling2"))
 
 
 @pytest.mark.asyncio

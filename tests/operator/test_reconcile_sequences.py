@@ -337,6 +337,15 @@ def test_progress_is_written_every_ten_seconds_and_evidence_at_once(
     assert (story.status.phase, story.status.training.step) == ("Halted", 21)
 
 
+def test_a_slow_api_server_delays_progress_and_no_evidence(scene: Any, story: Story) -> None:
+    slow = {"steady_write": timedelta(seconds=60)}
+    story.see(0, sample=scene.sample(10))
+    story.see(50, sample=scene.sample(60, 50), **slow)
+    assert story.status.training.step == 10
+    story.see(51, sample=scene.nan_sample(61, 51), **slow)
+    assert (story.status.phase, story.status.training.step) == ("Halted", 61)
+
+
 def test_a_bad_step_below_the_threshold_is_written_at_once(scene: Any) -> None:
     story = Story(scene, health={"nonFinite": {"consecutiveSteps": 3}})
     story.see(0, sample=scene.sample(10))

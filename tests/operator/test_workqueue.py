@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from ling_operator.workqueue import WorkQueue
 
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["add", "get", "done"]), st.integers(0, 3)), max_size=60
+    st.tuples(st.sampled_from(["add", "add urgently", "get", "done"]), st.integers(0, 3)),
+    max_size=60,
 )
 
 
@@ -21,13 +22,18 @@ def test_a_key_is_never_in_two_hands_and_no_add_is_lost(operations: list[tuple[s
         queue: WorkQueue[int] = WorkQueue()
         held: list[int] = []
         owed: set[int] = set()  # keys added since they were last taken
+        urgent: set[int] = set()  # those of them that go first
         for operation, key in operations:
-            if operation == "add":
-                queue.add(key)
+            if operation.startswith("add"):
+                queue.add(key, urgent=operation == "add urgently")
                 owed.add(key)
+                if operation == "add urgently":
+                    urgent.add(key)
             elif operation == "get" and len(queue):
                 taken = await queue.get()
                 assert taken not in held
+                assert taken in urgent or not urgent - set(held)
+                urgent.discard(taken)
                 held.append(taken)
                 owed.remove(taken)
             elif operation == "done" and key in held:

@@ -1,8 +1,9 @@
 """The base of every configuration class, and how its fields are found. No JAX."""
 
+import functools
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -54,7 +55,8 @@ def section_type(annotation: object) -> type[Schema] | None:
     return None
 
 
-def field_paths(schema: type[Schema], prefix: str = "") -> dict[str, str]:
+@functools.cache
+def field_paths(schema: type[Schema], prefix: str = "") -> Mapping[str, str]:
     """Map each unique field name to its dotted path: {'steps': 'steps', 'dtype': 'model.dtype'}.
 
     Raises:
@@ -69,4 +71,4 @@ def field_paths(schema: type[Schema], prefix: str = "") -> dict[str, str]:
                 msg = f"field name {key!r} is at {paths[key]} and {path}; names must be unique"
                 raise ValueError(msg)
             paths[key] = path
-    return paths
+    return types.MappingProxyType(paths)
