@@ -1,4 +1,4 @@
-"""The user's pause: every process writes the same checkpoint, and the run goes on from it."""
+"""The user's pause: one checkpoint, the run goes on from it, and no pause fails a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from lingcluster.client import Manifest, find_condition
 from lingcluster.journal import kept_checkpoints
 from lingcluster.kubelet import ProcessKubelet
 from lingcluster.operator_process import StartOperator
+from lingcluster.sample_runs import training_run
 from lingcluster.training_runs import TrainingRuns, shown_step
 from lingcluster.watch import Recording, terminations
+from lingcluster.workloads import jobset
+
+PAUSES = 5
+SURVIVORS = ("good", "crashing", "xpk-good")
+SLOW_END = "trap 'sleep 3; exit {code}' TERM; while true; do sleep 0.1; done"
 
 
 @pytest.mark.slow
@@ -57,3 +63,54 @@ def test_a_suspended_run_writes_one_checkpoint_and_a_resumed_one_goes_on_from_it
     assert condition["reason"] == "Resumed"
     assert resumed["status"]["restarts"] == 0, "a pause is no restart, and none was allowed"
     assert resumed["status"]["attempt"] == 1
+
+
+@pytest.mark.slow
+def test_five_pauses_of_slow_pods_fail_only_xpks_jobset_whose_trainer_ends_with_1(
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    scripted_run: Callable[..., Manifest],
+    kubelet: ProcessKubelet,
+) -> None:
+    """Pods that a pause ends are not counted by their Job, but its podFailurePolicy looks at them.
+
+    XPK's rule fails the JobSet for good on 1. Ours have no rule for 1, so a pause is no crash.
+    """
+    kubelet.timing.stop_delay, kubelet.timing.final_delay = 1.0, 2.0
+    start_operator()
+    slow = {"SIGTERM_SECONDS": "3"}
+    runs.apply(scripted_run("good", restarts=0, env=slow))
+    runs.apply(scripted_run("crashing", restarts=0, env={**slow, "SIGTERM_EXIT": "1"}))
+    for name, code in (("xpk-good", 143), ("xpk-crashing", 1)):
+        theirs = jobset(name, SLOW_END.format(code=code), max_restarts=0, fail_on_final_codes=True)
+        runs.client.create(runs.jobsets, theirs)
+        runs.apply(training_run(name, {"watch": {"jobSet": name}}))
+    runs.wait_phase("xpk-crashing", "Running")
+    with Recording(runs.client.identity, runs.pods_path) as pods:
+        for _ in range(PAUSES):
+            _wait_running(runs)
+            for name in (*SURVIVORS, "xpk-crashing"):
+                runs.edit(name, suspend=True)
+            for name in SURVIVORS:
+                runs.wait_condition(name, "Suspended", "True", "SuspendRequested")
+            for name in (*SURVIVORS, "xpk-crashing"):
+                runs.edit(name, suspend=False)
+        _wait_running(runs)
+        ends = terminations(pods.changes)
+    for name, code in (("good", 143), ("crashing", 1), ("xpk-good", 143)):
+        run = runs.get(name)
+        assert (run["status"]["restarts"], run["status"]["attempt"]) == (0, 1), name
+        counted = runs.jobset(name)["status"].get("restartsCountTowardsMax", 0)
+        assert counted == 0, "JobSet took no pause for a crash"
+        codes = [end["exitCode"] for pod, end in ends.items() if end and pod.startswith(name)]
+        assert codes == [code] * 2 * PAUSES
+
+    runs.wait_condition("xpk-crashing", "Failed", "True", "JobSetFailed")
+    condition = find_condition(runs.jobset("xpk-crashing"), "Failed")
+    assert condition is not None
+    assert condition["reason"] == "FailJobSetFailurePolicyAction"
+
+
+def _wait_running(runs: TrainingRuns) -> None:
+    for name in SURVIVORS:
+        runs.wait_phase(name, "Running")
