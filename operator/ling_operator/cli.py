@@ -140,7 +140,6 @@ def _add_list(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--filter-by-status",
         type=_or_usage(parse_phases),
-        default=frozenset(Phase),
         metavar="STATUS,...",
         help="phases, or EVERYTHING, FINISHED, SUCCESSFUL",
     )

@@ -96,7 +96,7 @@ class _Printer:
 async def _watch(
     client: RestClient, namespace: str | None, version: str, wanted: Filter, printer: _Printer
 ) -> None:
-    """Print what changes, for ever; a watch that ends, or fails for a while, begins with a list."""
+    """Print what changes, for ever; a watch that ended or failed begins anew with a list."""
     listed: str | None = version
     while True:
         try:

@@ -9,7 +9,7 @@ from ling_operator.api import Mttr, Phase, TrainingRunStatus
 from ling_operator.plan import Observed
 
 _DOWN = frozenset({Phase.RESTARTING, Phase.HALTED, Phase.FAILED})
-_NO_OUTAGE = frozenset({Phase.SUSPENDED, Phase.QUEUED, Phase.COMPLETE, Phase.CANCELLED})
+_NO_OUTAGE = frozenset({Phase.SUSPENDED, Phase.COMPLETE, Phase.CANCELLED})
 
 
 def measure_recovery(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
@@ -17,16 +17,15 @@ def measure_recovery(observed: Observed, status: TrainingRunStatus) -> TrainingR
     before = observed.run.status
     mttr = before.mttr
     restarted = before.attempt == status.attempt and status.restarts > before.restarts
-    if mttr.down_since is not None:
-        mttr = _recovered(mttr, status)
+    fell = status.phase in _DOWN and before.phase not in _DOWN
     if status.phase in _NO_OUTAGE:
         mttr = mttr.model_copy(update={"down_since": None, "down_pod_uid": None})
-    elif mttr.down_since is None and (restarted or status.phase in _DOWN):
+    elif mttr.down_since is None and (restarted or fell):
         # This pass's page may be the new process's already: the one before is what went down.
         seen = before.health.pod_uid if before.attempt == status.attempt else None
         down = seen or status.health.pod_uid
         mttr = mttr.model_copy(update={"down_since": observed.now, "down_pod_uid": down})
-    return status.model_copy(update={"mttr": mttr})
+    return status.model_copy(update={"mttr": _recovered(mttr, status)})
 
 
 def _recovered(mttr: Mttr, status: TrainingRunStatus) -> Mttr:

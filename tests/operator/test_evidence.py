@@ -85,6 +85,7 @@ def test_processes_that_end_after_the_halt_are_added_up_to_the_bound(scene: Any)
     assert plan.read_log is None, "the log is read once"
     run = scene.after(run, plan)
     plan = scene.reconcile(replace(first, run=run, pods=pods))
+    assert plan.read_log is None, "nor for a pod of process 0 that is seen later"
     names = [end.pod for end in evidence_of(plan).ended]
     assert names[0] == "p3", "what was kept stays"
     assert len(names) == ENDS_KEPT

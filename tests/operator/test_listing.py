@@ -86,9 +86,7 @@ def test_time_alone_is_no_news() -> None:
         ("running,everything", None),
     ],
 )
-def test_a_status_filter_takes_phases_and_xpks_words(
-    text: str, phases: set[Phase] | None
-) -> None:
+def test_a_status_filter_takes_phases_and_xpks_words(text: str, phases: set[Phase] | None) -> None:
     assert parse_phases(text) == phases
 
 

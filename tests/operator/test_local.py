@@ -150,6 +150,9 @@ def test_a_nan_halts_the_run_until_attempt_is_raised(runs: Runs) -> None:
     assert runs.trainers() == []
     halt = runs.status()["halt"]
     assert (halt["reason"], halt["step"], halt["value"]) == ("NonFiniteLoss", 7, "nan")
+    evidence = runs.status()["attempts"][-1]["evidence"]
+    assert evidence["log"][0].startswith("process 0 on port")
+    assert {end["exitCode"] for end in evidence["ended"]} <= {90, 137}
 
     code, output = runs.run()
     assert code == 1

@@ -80,6 +80,30 @@ def test_a_halt_counts_until_the_next_attempt_finishes_a_step(scene: Any) -> Non
     assert life.mttr.last_seconds == 3595 + 60 + 40
 
 
+def test_a_wait_in_the_queue_belongs_to_the_outage_that_it_is_in(scene: Any) -> None:
+    life = Life(scene, queue="team")
+    life.look(5, pods=(scene.exited(90, 0), scene.exited(90, 1)))
+    life.run = life.run.model_copy(
+        update={"spec": life.run.spec.model_copy(update={"attempt": 2})}
+    )
+    life.look(10, jobset=None, pods=())
+    life.look(10, jobset=scene.jobset(uid="js-2", attempt=2, suspended=True))
+    assert life.run.status.phase == "Queued"
+    assert life.mttr.down_since == scene.at(5)
+
+
+def test_a_run_that_steps_again_is_up_though_a_pod_is_late(scene: Any) -> None:
+    life = Life(scene)
+    life.page(1, 50)
+    life.restart(9)
+    late = scene.pod(1, uid="r1-1", restart_attempt=1, phase="Pending", ready=False, ip=None)
+    life.look(1, pods=(life.world["pods"][0], late))
+    assert life.run.status.phase == "Restarting"
+    life.page(10, 51, "r1-0")
+    life.page(10, 61, "r1-0")
+    assert (life.mttr.recoveries, life.mttr.down_since) == (1, None)
+
+
 def test_a_pause_is_no_outage_and_ends_one(scene: Any) -> None:
     life = Life(scene)
     life.page(1, 50)
