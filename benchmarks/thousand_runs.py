@@ -1,0 +1,285 @@
+"""Can one operator keep a thousand runs: what does it cost, and how soon is a NaN seen?
+
+Runs the operator, as its own service account, against a real control plane whose hosts are KWOK's
+(`fake_hosts`), and optionally `kopf_skeleton` against the same runs. After the ramp-up, for some
+minutes, a run diverges now and then; measured are the seconds from its page's first NaN to the
+deletion of its first pod. Needs the programs of tests/cluster (built at the first start), 8 GB of
+memory, and root for nothing.
+
+    python benchmarks/thousand_runs.py                        about 12 minutes on two cores
+    python benchmarks/thousand_runs.py --runs 50 --wide 1     for development
+    python benchmarks/thousand_runs.py --kopf FOLDER          a folder with kopf (pip --target)
+
+Prints the table's row; the JSON goes to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fake_hosts
+from observe import Usage, histogram_quantiles, quantile, series
+from provenance import provenance
+
+from lingcluster import operator_process
+from lingcluster.build import KWOK, MODULES, Builder
+from lingcluster.client import KubeClient, Manifest, wait_for
+from lingcluster.loopback import LoopbackBlock
+from lingcluster.operator_process import OperatorAddresses, OperatorProcess
+from lingcluster.processes import Process, Session
+from lingcluster.watch import Recording
+
+NAMESPACE = "bench"
+RUNS = f"/apis/ling.primatrix.io/v1alpha1/namespaces/{NAMESPACE}/trainingruns"
+PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+HOSTS, WIDE_HOSTS = 4, 64
+SCRAPE_SECONDS = 5
+RAMP_UP_SECONDS = 900
+_WRITES = frozenset({"create", "update", "patch", "delete"})
+_KOPF_USER = "process-kubelet"
+
+
+def run_manifest(name: str, hosts: int) -> Manifest:
+    """Return a TrainingRun whose pods' metrics the pages' server has."""
+    config = {
+        "preset": "ling2_tiny",
+        "datasetType": "synthetic",
+        "baseOutputDirectory": "/nowhere",
+        "steps": 1_000_000,
+        "metrics": {"metricsPort": fake_hosts.METRICS_PORT},
+    }
+    return {
+        "apiVersion": "ling.primatrix.io/v1alpha1",
+        "kind": "TrainingRun",
+        "metadata": {"name": name},
+        "spec": {
+            "image": "fake",
+            "cpu": {"processes": hosts},
+            "run": config,
+            "health": {"scrapeIntervalSeconds": SCRAPE_SECONDS},
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The control plane, the load, and how long to look."""
+
+    plane: fake_hosts.BusyPlane
+    names: list[str]
+    settle_seconds: float
+    seconds: float
+    halts: int
+
+    def create(self) -> None:
+        """Create all runs, from eight connections."""
+        clients = threading.local()
+
+        def create(run: Manifest) -> None:
+            if not hasattr(clients, "mine"):
+                clients.mine = KubeClient(self.plane.identity("admin"))
+            clients.mine.create(RUNS, run)
+
+        wide = [name for name in self.names if name.startswith("wide")]
+        runs = [run_manifest(n, WIDE_HOSTS if n in wide else HOSTS) for n in self.names]
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(create, runs))
+
+    def diverge(self) -> list[float]:
+        """Let runs diverge one after another; return each one's seconds to the first deletion."""
+        pause = self.seconds / self.halts
+        victims = random.Random(0).sample(self._addresses(), self.halts)
+        began: dict[str, float] = {}
+        with Recording(self.plane.identity("admin"), PODS) as pods:
+            for name, address in victims:
+                began[name] = time.time()
+                fake_hosts.ask(address, "/diverge")
+                time.sleep(pause)
+            wait_for(
+                "the pods of the last run that diverged to be deleted",
+                lambda: len(_deletions(pods, set(began))) == len(began),
+                timeout=120,
+                describe=lambda: began.keys() - _deletions(pods, set(began)).keys(),
+            )
+        for _, address in victims:
+            fake_hosts.ask(address, "/heal")  # the address may be given to another pod
+        ended = _deletions(pods, set(began))
+        return [ended[name] - began[name] for name in began]
+
+    def _addresses(self) -> list[tuple[str, str]]:
+        """Return name and address of process 0 of each run that runs."""
+        selector = "batch.kubernetes.io/job-completion-index=0"
+        pods = self.plane.client.items(PODS, labelSelector=selector)
+        return sorted(
+            (pod["metadata"]["labels"]["ling.primatrix.io/run"], pod["status"]["podIP"])
+            for pod in pods
+            if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
+        )
+
+    def measure(self, process: Process, *, user: str) -> dict[str, Any]:
+        """Look at a process that keeps the runs while some diverge."""
+        time.sleep(self.settle_seconds)
+        audit, before, began = self.plane.audit_log.mark(), Usage.of(process.pid), time.monotonic()
+        latencies = self.diverge()
+        after, seconds = Usage.of(process.pid), time.monotonic() - began
+        writes = [each for each in audit.records(user=user) if each.verb in _WRITES]
+        refused = sum(each.code >= 400 for each in writes)
+        return {
+            "seconds": round(seconds),
+            "cpu_cores": round((after.cpu_seconds - before.cpu_seconds) / seconds, 3),
+            "rss_mb": round(after.rss_mb),
+            "rss_peak_mb": round(after.rss_peak_mb),
+            "api_writes_per_second": round(len(writes) / seconds, 1),
+            "api_writes_refused": refused,
+            "nan_to_deleting_seconds": {
+                "samples": len(latencies),
+                "p50": round(quantile(latencies, 0.5), 2),
+                "p99": round(quantile(latencies, 0.99), 2),
+                "max": round(max(latencies), 2),
+            },
+        }
+
+
+def _deletions(pods: Recording, runs: set[str]) -> dict[str, float]:
+    """Return when the first pod of each run was seen with its deletion begun."""
+    found: dict[str, float] = {}
+    for change in list(pods.changes):
+        metadata = change.object["metadata"]
+        name = metadata["labels"]["ling.primatrix.io/run"]
+        if name in runs and "deletionTimestamp" in metadata:
+            found.setdefault(name, change.time)
+    return found
+
+
+def measure_operator(bench: Bench, block: LoopbackBlock) -> dict[str, Any]:
+    """Start the operator, let it start all runs, and measure it."""
+    plane = bench.plane
+    access = fake_hosts.REPOSITORY / "manifests" / "operator"
+    operator_process.install_access(plane.kubectl, access)
+    metrics, probes = block.free_ports(2)
+    operator = OperatorProcess(
+        kubeconfig=plane.service_account_kubeconfig(
+            operator_process.NAMESPACE, operator_process.SERVICE_ACCOUNT, expiration_seconds=86400
+        ),
+        namespace=None,
+        addresses=OperatorAddresses(f"{plane.address}:{metrics}", f"{plane.address}:{probes}"),
+        log=plane.directory / "operator.log",
+        session=plane.session,
+        arguments=("--log-level=warning",),
+    )
+    operator.wait_until_ready()
+    began = time.monotonic()
+    bench.create()
+    created = time.monotonic() - began
+
+    def running() -> bool:
+        phases = series(operator.metrics(), "ling_run_phase", phase="Running")
+        return len(phases) == len(bench.names)
+
+    while not running():  # a page of a thousand runs is not free
+        assert time.monotonic() - began < RAMP_UP_SECONDS, "not all runs came up"
+        time.sleep(1)
+    ramp_up = time.monotonic() - began
+    print(f"created in {created:.0f} s, all running after {ramp_up:.0f} s", flush=True)
+    before = operator.metrics()
+    result = bench.measure(operator, user=operator_process.USER)
+    after = operator.metrics()
+    wait, work = "ling_operator_queue_wait_seconds", "ling_operator_reconcile_seconds"
+    result |= {
+        "ramp_up_seconds": round(ramp_up),
+        "passes_per_second": round(
+            (sum(series(after, f"{work}_count")) - sum(series(before, f"{work}_count")))
+            / (bench.settle_seconds + result["seconds"]),
+            1,
+        ),
+        "reconcile_seconds": histogram_quantiles(before, after, work),
+        "queue_wait_seconds": histogram_quantiles(before, after, wait),
+    }
+    operator.stop()
+    return result
+
+
+def measure_kopf(bench: Bench, folder: Path) -> dict[str, Any]:
+    """Measure the skeleton on the runs that are left, their JobSets running already."""
+    plane = bench.plane
+    script = Path(__file__).with_name("kopf_skeleton.py")
+    kubeconfig = plane.identity(_KOPF_USER).write_kubeconfig(plane.directory / "kopf.kubeconfig")
+    kopf = Process(
+        "kopf",
+        [sys.executable, "-m", "kopf", "run", "--quiet", f"--namespace={NAMESPACE}", str(script)],
+        log=plane.directory / "kopf.log",
+        session=plane.session,
+        environment={**os.environ, "PYTHONPATH": str(folder), "KUBECONFIG": str(kubeconfig)},
+    )
+    time.sleep(60)  # it has annotated and taken up all runs by then
+    assert kopf.returncode is None, kopf.tail()
+    result = bench.measure(kopf, user=_KOPF_USER)
+    kopf.stop()
+    return result
+
+
+def main() -> None:
+    """Measure, print the row, write the JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=1000, help=f"runs of {HOSTS} hosts")
+    parser.add_argument("--wide", type=int, default=20, help=f"runs of {WIDE_HOSTS} hosts")
+    parser.add_argument("--settle", type=float, default=60, help="seconds after the ramp-up")
+    parser.add_argument("--seconds", type=float, default=200, help="that the load is looked at")
+    parser.add_argument("--halts", type=int, default=100, help="runs that diverge meanwhile")
+    parser.add_argument("--kopf", type=Path, help="a folder with kopf: measure it too")
+    parser.add_argument("--output", type=Path, help="the JSON's file")
+    parser.add_argument("--directory", type=Path, help="for logs; kept. Default: a temporary one")
+    options = parser.parse_args()
+    names = [f"run-{i}" for i in range(options.runs)] + [f"wide-{i}" for i in range(options.wide)]
+    pods = options.runs * HOSTS + options.wide * WIDE_HOSTS
+    programs = Builder(report=print).ensure((*MODULES, KWOK))
+    result: dict[str, Any] = {
+        "question": f"an operator's cost and latency with {len(names)} runs of {pods} pods",
+        **provenance("aiohttp", "pydantic", "prometheus-client"),
+        "load": {"runs": options.runs, "wide_runs": options.wide, "pods": pods},
+        "real": "etcd, API server, scheduler, Job controller, JobSet's controller, metrics pages",
+        "fake": f"all {pods} pods and their nodes are KWOK's",
+        "flags": {name: list(flags) for name, flags in fake_hosts.FLAGS.items()},
+        "scrape_interval_seconds": SCRAPE_SECONDS,
+    }
+    with (
+        tempfile.TemporaryDirectory() as own,
+        Session() as session,
+        LoopbackBlock() as block,
+    ):
+        directory = options.directory or Path(own)
+        directory.mkdir(exist_ok=True)
+        plane = fake_hosts.BusyPlane(programs, directory, block, session)
+        try:
+            crds = fake_hosts.REPOSITORY / "manifests" / "crd"
+            plane.start(crds=sorted(crds.glob("*.yaml")))
+            plane.client.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+            fake_hosts.start_pages(plane)
+            fake_hosts.start_hosts(plane, prefix=block.prefix, pods=pods)
+            bench = Bench(plane, names, options.settle, options.seconds, options.halts)
+            result["load_average_before"] = os.getloadavg()[0]
+            result["ling-operator"] = measure_operator(bench, block)
+            if options.kopf:
+                result["kopf"] = measure_kopf(bench, options.kopf)
+            result["load_average"] = os.getloadavg()[0]
+        finally:
+            plane.stop()
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.output:
+        options.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
