@@ -41,8 +41,23 @@ def dashboard(*, uid: str, title: str, rows: Sequence[Row], one_run: bool) -> No
         "timezone": "browser",
         "templating": {"list": _variables(one_run=one_run)},
         "annotations": {"list": _annotations() if one_run else []},
+        "links": [_OTHERS],
         "panels": list(_layout(rows)),
     }
+
+
+_OTHERS: Node = {
+    "title": "Ling",
+    "type": "dashboards",
+    "icon": "external link",
+    "tooltip": "",
+    "url": "",
+    "tags": ["ling"],
+    "asDropdown": False,
+    "targetBlank": False,
+    "includeVars": False,
+    "keepTime": True,
+}
 
 
 def _layout(rows: Sequence[Row]) -> Iterator[Node]:
@@ -110,12 +125,21 @@ _TABLE: list[Node] = [
 
 
 def _names(panel: Panel) -> list[Node]:
+    fields = "${__data.fields.%s}"
+    variables = "&".join(f"var-{name}={fields % name}" for name in ("run_namespace", "run"))
+    link = {"title": "Open the run", "url": f"/d/ling-run?{variables}"}
     return [
         {
-            "matcher": {"id": "byName", "options": f"Value #{chr(ord('A') + index)}"},
-            "properties": [{"id": "displayName", "value": query.legend}],
-        }
-        for index, query in enumerate(panel.queries)
+            "matcher": {"id": "byName", "options": "run"},
+            "properties": [{"id": "links", "value": [link]}],
+        },
+        *(
+            {
+                "matcher": {"id": "byName", "options": f"Value #{chr(ord('A') + index)}"},
+                "properties": [{"id": "displayName", "value": query.legend}],
+            }
+            for index, query in enumerate(panel.queries)
+        ),
     ]
 
 
