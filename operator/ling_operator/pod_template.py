@@ -31,8 +31,8 @@ def build_pod_template(
     template = run.spec.template
     annotations = template.annotations | {METRICS_PORT_ANNOTATION: str(metrics_port(run))}
     shape = slice_shape(run.spec.tpu) if run.spec.tpu is not None else None
-    mounted = {mount.get("mountPath") for mount in template.volume_mounts}
-    needs_memory = shape is not None and _SHARED_MEMORY not in mounted
+    users = any(mount.get("mountPath") == _SHARED_MEMORY for mount in template.volume_mounts)
+    needs_memory = shape is not None and not users
     spec: Manifest = {
         "restartPolicy": "Never",
         "schedulerName": "default-scheduler",

@@ -19,6 +19,12 @@ XPK_LABEL = "xpk.google.com/workload"
 RUN_CONFIG_LIMIT = 100 * 1024
 """Bytes of LING_RUN_CONFIG; Linux refuses an environment string of 128 KiB."""
 
+_LAST_PORT = 65535
+_TAKEN_PORTS = {
+    8471: "the TPU runtime's",
+    8476: "the coordination service's",
+    8080: "the slices' coordinator's",
+}
 _OWN_PREFIXES = (f"{GROUP}/", "jobset.sigs.k8s.io/", "batch.kubernetes.io/")
 _OWN_ENV = frozenset({
     "LING_RUN_CONFIG", "LING_RUN", "LING_RUN_NAMESPACE", "LING_ATTEMPT",
@@ -186,12 +192,22 @@ def _check_run(run: TrainingRun) -> None:
             "spec.health.nonFinite.consecutiveSteps"
         )
         raise ConfigError(msg)
-    if own.metrics.metrics_port == 0:
-        msg = "spec.run.metrics.metricsPort=0: the operator cannot find a port that is not fixed"
-        raise ConfigError(msg)
+    _check_port(own.metrics.metrics_port, containers=len(trainer_containers(run.spec)))
     size = len(run_config_json(run).encode())
     if size > RUN_CONFIG_LIMIT:
         msg = f"spec.run is {size} bytes as JSON, at most {RUN_CONFIG_LIMIT} fit; shorten it"
+        raise ConfigError(msg)
+
+
+def _check_port(port: int, *, containers: int) -> None:
+    if port == 0:
+        msg = "spec.run.metrics.metricsPort=0: the operator cannot find a port that is not fixed"
+        raise ConfigError(msg)
+    ports = range(port, port + containers)
+    taken = [f"{at} is {whose}" for at, whose in _TAKEN_PORTS.items() if at in ports]
+    if ports[-1] > _LAST_PORT or taken:
+        why = taken[0] if taken else f"{containers} containers reach beyond {_LAST_PORT}"
+        msg = f"spec.run.metrics.metricsPort={port}: {why}; leave it out, or choose another"
         raise ConfigError(msg)
 
 

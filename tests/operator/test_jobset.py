@@ -391,6 +391,22 @@ def test_a_port_that_nobody_could_scrape_is_refused(scene: Any) -> None:
         require_runnable(scene.run(run=scene.settings | {"metrics": {"metricsPort": 0}}))
 
 
+@pytest.mark.parametrize(
+    ("port", "tpu", "why"),
+    [
+        (8476, {"accelerator": "v6e-1"}, "8476 is the coordination service's"),
+        (8475, {"accelerator": "tpu7x-8", "parallelContainers": 2}, "8476 is the"),
+        (65535, {"accelerator": "tpu7x-8", "parallelContainers": 2}, "2 containers reach beyond"),
+    ],
+)
+def test_a_port_that_somebody_else_has_is_refused(
+    scene: Any, port: int, tpu: dict[str, Any], why: str
+) -> None:
+    settings = scene.settings | {"metrics": {"metricsPort": port}}
+    with pytest.raises(ConfigError, match=rf"metricsPort={port}: {why}"):
+        require_runnable(scene.run(run=settings, cpu=None, tpu=tpu))
+
+
 def test_settings_that_no_environment_variable_can_hold_are_refused(scene: Any) -> None:
     run = scene.settings | {"baseOutputDirectory": "x" * RUN_CONFIG_LIMIT}
     with pytest.raises(ConfigError, match=r"bytes as JSON, at most 102400 fit"):
