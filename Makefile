@@ -2,7 +2,7 @@
 SHELL := bash
 PY := .venv/bin/python
 READY := .venv/.installed
-CODE := operator trainer tests scripts benchmarks
+CODE := operator trainer charts tests scripts benchmarks
 
 .PHONY: help setup demo test test-fast lint types fmt manifests programs images lock clean
 

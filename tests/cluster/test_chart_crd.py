@@ -21,6 +21,8 @@ from lingcluster.story import Story
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 GROUP = "ling.primatrix.io"
 IMAGE = ("--set", "image.repository=shell")
+KUBECTLS = 'conflict with "kubectl": .spec.versions'
+HELMS = 'conflict with "helm": .spec.versions'
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Mixture:
       chart: the copy of the chart, at the next version of the CRD.
       before: the same with the version before.
       manifest: the file for kubectl, at the next version.
-      path: of the CRD in the API.
+      handbook: docs/install.md.
     """
 
     control_plane: ControlPlane
@@ -41,6 +43,7 @@ class Mixture:
     chart: Path
     before: Path
     manifest: Path
+    handbook: str
     story: Story
 
     @property
@@ -75,11 +78,14 @@ class Mixture:
         self._tell(f"helm {verb} {release} {' '.join(flags)}", printed.partition("NOTES:")[0])
         return printed
 
-    def refused(self, verb: str, chart: Path, *flags: str, release: str = "ling") -> str:
-        """Run helm, which must refuse; return the message."""
+    def refused(
+        self, verb: str, chart: Path, *flags: str, says: str, release: str = "ling"
+    ) -> None:
+        """Run helm, which must refuse with the words that docs/install.md has."""
         with pytest.raises(HelmError) as refusal:
             self.run(verb, chart, *flags, release=release)
-        return str(refusal.value)
+        assert says in str(refusal.value)
+        assert says in self.handbook
 
     def kubectl(self, *flags: str) -> str:
         """Apply the manifest."""
@@ -138,6 +144,7 @@ def mixture(
         copy("next", description_now=f"{description} The next version."),
         copy("before", description_now=description),
         manifest,
+        (repository / "docs" / "install.md").read_text(),
         story,
     )
     yield made
@@ -148,8 +155,11 @@ def mixture(
 
 def test_kubectl_first_then_helm(mixture: Mixture) -> None:
     mixture.kubectl("--server-side")
-    refusal = mixture.refused("install", mixture.chart)
-    assert "exists and cannot be imported into the current release" in refusal
+    mixture.refused(
+        "install",
+        mixture.chart,
+        says="exists and cannot be imported into the current release: invalid ownership metadata",
+    )
     mixture.run("install", mixture.chart, "--set", "crds.enabled=false")  # kubectl stays the owner
     mixture.run("uninstall")
     assert mixture.crd() is not None
@@ -160,8 +170,7 @@ def test_kubectl_first_then_helm(mixture: Mixture) -> None:
 
 def test_kubectl_first_then_helm_with_another_version(mixture: Mixture) -> None:
     mixture.kubectl("--server-side")
-    refusal = mixture.refused("install", mixture.before, "--take-ownership")
-    assert 'conflict with "kubectl": .spec.versions' in refusal
+    mixture.refused("install", mixture.before, "--take-ownership", says=KUBECTLS)
     mixture.run("upgrade", mixture.before, "--install", "--take-ownership", "--force-conflicts")
     assert not mixture.is_next_version()
     mixture.run("upgrade", mixture.chart)  # and from now on no flag is needed
@@ -170,13 +179,14 @@ def test_kubectl_first_then_helm_with_another_version(mixture: Mixture) -> None:
 
 def test_helm_first_then_kubectl_on_the_server_side(mixture: Mixture) -> None:
     mixture.run("install", mixture.before)
-    with pytest.raises(RuntimeError, match="conflict"):
+    with pytest.raises(RuntimeError) as refusal:
         mixture.kubectl("--server-side")
+    assert HELMS in str(refusal.value)
+    assert HELMS in mixture.handbook
     assert not mixture.is_next_version()
     mixture.kubectl("--server-side", "--force-conflicts")
     assert mixture.is_next_version()
-    refusal = mixture.refused("upgrade", mixture.before)
-    assert "conflict" in refusal
+    mixture.refused("upgrade", mixture.before, says=KUBECTLS)
     mixture.run("upgrade", mixture.chart, "--force-conflicts")
     assert mixture.is_next_version()
 
@@ -185,8 +195,7 @@ def test_helm_first_then_kubectl_on_the_client_side(mixture: Mixture) -> None:
     mixture.run("install", mixture.before)
     mixture.kubectl()
     assert mixture.is_next_version()
-    refusal = mixture.refused("upgrade", mixture.before)
-    assert "kubectl-client-side-apply" in refusal
+    mixture.refused("upgrade", mixture.before, says='conflict with "kubectl-client-side-apply"')
     mixture.run("upgrade", mixture.chart, "--force-conflicts")
 
 
@@ -209,9 +218,14 @@ def test_an_uninstall_keeps_the_runs_and_the_same_release_takes_them_up_again(
     run = mixture.make_run()
     uid = mixture.client.get(run)["metadata"]["uid"]
     printed = mixture.run("uninstall")
-    assert f"trainingruns.{mixture.group}" in printed
-    refusal = mixture.refused("install", mixture.chart, release="other")
-    assert 'must equal "other": current value is "ling"' in refusal
+    kept = "These resources were kept due to the resource policy:\n"
+    assert f"{kept}[CustomResourceDefinition] trainingruns.{mixture.group}" in printed
+    mixture.refused(
+        "install",
+        mixture.chart,
+        release="other",
+        says='annotation validation error: key "meta.helm.sh/release-name" must equal',
+    )
     mixture.run("install", mixture.chart)
     assert mixture.is_next_version()
     assert mixture.client.get(run)["metadata"]["uid"] == uid

@@ -23,7 +23,9 @@ async def check(lease: str, only: str) -> None:
         scope = f"/namespaces/{only}" if only else ""
         runs = await client.get(f"{RUNS}{scope}/trainingruns", limit="1")
         more = runs["metadata"].get("remainingItemCount", 0)
-        print(f"TrainingRuns are served: {len(runs['items']) + more} in {only or 'all namespaces'}")
+        print(
+            f"TrainingRuns are served: {len(runs['items']) + more} in {only or 'all namespaces'}"
+        )
         seen = "no Lease"
         for _ in range(PATIENCE_SECONDS):
             try:
