@@ -21,7 +21,6 @@ from ling_trainer.schema import ConfigError
 JOBSET_GROUP = "jobset.x-k8s.io/v1alpha2"
 _GONE_PODS_KEPT = 64
 _ORDINARY_EXITS = frozenset({None, 0, 143})
-_DIVERGED_EXIT = 90
 
 
 def collection(group_version: str, plural: str, namespace: str | None) -> str:
@@ -293,7 +292,7 @@ class Caches:
         gone = self._gone.setdefault(key, {})
         gone[pod.uid] = replace(pod, gone=True)
         if len(gone) > _GONE_PODS_KEPT:
-            least = next((u for u, p in gone.items() if p.exit_code != _DIVERGED_EXIT), pod.uid)
+            least = next((u for u, p in gone.items() if not p.diverged), pod.uid)
             del gone[least]
 
 

@@ -1,7 +1,7 @@
 """How an attempt ends: halted, complete, failed or cancelled, as an intent in the status. Pure.
 
 Once set, an ending stays for the attempt. Only a halt may still follow another ending: exit code
-90 of any pod means that the run diverged, whatever reason its Job ended with.
+90 of any pod, or last words that say so, mean that the run diverged, whatever its Job ended with.
 """
 
 from ling_operator.api import ConditionType, Halt, Reason, TrainingRunStatus
@@ -11,7 +11,6 @@ from ling_operator.progress import attempt_pods, current_jobset, mark
 from ling_operator.verdict import Health, Verdict, judge
 from ling_operator.views import PodView
 
-DIVERGED_EXIT_CODE = 90
 FAILURES = {
     2: Reason.CONFIGURATION_ERROR,
     3: Reason.DATA_ERROR,
@@ -49,8 +48,8 @@ def end_attempt(observed: Observed, status: TrainingRunStatus) -> TrainingRunSta
 
 
 def _halt_by_exit(observed: Observed, pods: tuple[PodView, ...]) -> Halt | None:
-    """Read the last words of the pods that ended with 90; process 0's first."""
-    diverged = [pod for pod in pods if pod.exit_code == DIVERGED_EXIT_CODE]
+    """Read the last words of the pods that stopped themselves; process 0's first."""
+    diverged = [pod for pod in pods if pod.diverged]
     if not diverged:
         return None
     pod = min(

@@ -23,7 +23,6 @@ ENDS_KEPT = 8
 ATTEMPTS_IN_FULL = 3
 
 _STOPS = (ConditionType.HALTED, ConditionType.FAILED)
-_DIVERGED = 90
 _STOPPED = 143
 
 
@@ -109,7 +108,7 @@ def _ends(kept: tuple[ProcessEnd, ...], pods: tuple[PodView, ...]) -> tuple[Proc
     new = [pod for pod in pods if pod.name not in known and _tells(pod)]
     new.sort(
         key=lambda pod: (
-            pod.exit_code != _DIVERGED,
+            not pod.diverged,
             -pod.restart_attempt,
             pod.job_index,
             pod.completion_index,

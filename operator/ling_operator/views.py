@@ -19,6 +19,7 @@ from ling_operator.api import (
 )
 from ling_operator.bounded_text import clip
 from ling_operator.workload import QUEUE_LABEL
+from ling_trainer.health_metrics import Signal
 from ling_trainer.schema import ConfigError
 
 type Raw = Mapping[str, Any]
@@ -35,6 +36,7 @@ TRAINER_CONTAINER = "jax-tpu"
 DIVERGED_EXIT_CODE = 90
 FINAL_EXIT_CODES = (2, 3, 4, 5, DIVERGED_EXIT_CODE)
 RESTART_EXIT_CODES = (42, 134, 143)
+_DIVERGENCE_SIGNALS = frozenset(map(str, Signal))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,15 @@ class PodView:
     message: str = ""
     container: str = TRAINER_CONTAINER
     containers: int = 1
+
+    @property
+    def diverged(self) -> bool:
+        """Tell whether its trainer stopped itself: by its code, or killed after it said so.
+
+        A diverged trainer lingers, so that its page is read; what ends it there is not why.
+        """
+        said = self.termination is not None and self.termination.signal in _DIVERGENCE_SIGNALS
+        return self.exit_code == DIVERGED_EXIT_CODE or (said and self.exit_code not in {None, 0})
 
     @property
     def live(self) -> bool:

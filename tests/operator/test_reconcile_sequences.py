@@ -297,6 +297,21 @@ def test_90_that_is_seen_after_the_jobset_failed_turns_failed_into_halted(
     assert story.status.phase == "Halted"
 
 
+@pytest.mark.parametrize("code", [134, 137])
+def test_a_trainer_that_said_it_diverged_and_was_killed_while_it_lingered_has_diverged(
+    code: int, scene: Any, story: Story
+) -> None:
+    story.see(0, pods=(scene.exited(code, **WORDS, signal=WORDS["reason"]),))
+    assert story.status.phase == "Halted"
+    assert story.status.halt is not None
+    assert story.status.halt.reason == WORDS["reason"]
+
+
+def test_last_words_of_a_lost_peer_are_no_divergence(scene: Any, story: Story) -> None:
+    story.see(0, pods=(scene.exited(42, reason="LostPeer", step=31),))
+    assert story.status.phase != "Halted"
+
+
 def test_a_complete_run_shows_its_last_step_and_stays_complete(scene: Any, story: Story) -> None:
     story.see(0, sample=scene.sample(197))
     story.see(5, jobset=scene.jobset(terminal="Completed"), pods=(scene.exited(0),))
