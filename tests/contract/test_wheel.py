@@ -53,3 +53,5 @@ def test_the_operator_imports_from_the_wheel_in_an_environment_without_jax(
         modules
         == len([n for n in names if n.startswith("ling_operator/") and n.endswith(".py")]) - 1
     )
+    plugin = _run(str(tmp_path / "fresh" / "bin" / "kubectl-ling"), "--help", cwd=tmp_path)
+    assert plugin.startswith("usage: kubectl ling ")
