@@ -128,7 +128,9 @@ def _spec_problem(observed: Observed) -> str | None:
 
 
 def _previous_uid(status: TrainingRunStatus) -> str | None:
-    return status.attempts[-2].job_set_uid if len(status.attempts) > 1 else None
+    """Return the JobSet of the last attempt that had one; spec may have been raised twice."""
+    earlier = (each.job_set_uid for each in reversed(status.attempts[:-1]))
+    return next((uid for uid in earlier if uid is not None), None)
 
 
 def _pods_of(observed: Observed, jobset: JobSetView) -> list[PodView]:

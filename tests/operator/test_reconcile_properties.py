@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,8 +101,11 @@ class Cluster:
         """Let the JobSet controller, the kubelets and the trainers do a little."""
         self.seconds += 3
         jobset = self.jobset
-        if jobset is None or jobset.suspended or jobset.deleting or jobset.terminal:
-            self.pods = [self._leave(pod) for pod in self.pods]
+        none = jobset is None or jobset.suspended or jobset.deleting or jobset.terminal
+        keeps = None if none or jobset is None else jobset.uid
+        self.pods = [
+            p if p.job_set_uid == keeps and not p.deleting else self._leave(p) for p in self.pods
+        ]
         if jobset is not None and jobset.deleting and not any(p.live for p in self.pods):
             self.jobset, self.pods = None, []
         elif jobset is not None and not (jobset.suspended or jobset.terminal or jobset.deleting):
@@ -123,7 +127,9 @@ class Cluster:
         self.jobset = replace(jobset, restarts=restarts)
         kept = [replace(p, gone=True) for p in self.pods]
         new = {"job_set_uid": jobset.uid, "attempt": jobset.attempt, "restart_attempt": restarts}
-        fresh = [self.scene.pod(i, uid=f"pod-{i}-{self.made}-{restarts}", **new) for i in range(2)]
+        new |= {"created": self.scene.at(self.seconds)}
+        of = f"{self.made}-{restarts}-{self.seconds:g}"
+        fresh = [self.scene.pod(i, uid=f"pod-{i}-{of}", **new) for i in range(2)]
         self.pods = kept + fresh
 
     def page(self, kind: str) -> None:
@@ -131,6 +137,7 @@ class Cluster:
         if not zero:
             return
         self.bad_pages += kind != "good"
+        self.seconds += 0.1  # no two pages are of one moment
         make = self.scene.nan_sample if kind == "nan" else self.scene.sample
         uid, time = zero[-1].uid, self.scene.at(self.seconds)
         series = {"lm_loss": 0.0} if kind == "zero loss" else {}
@@ -155,7 +162,10 @@ class Cluster:
         raised = observed.run.spec.attempt > before.attempt
         if before.phase in STOPPED and not raised:
             assert after.phase in STOPPED, f"{before.phase} became {after.phase}"
-            assert not any(isinstance(a, CreateJobSet | DeleteJobSet) for a in plan.actions)
+            assert not any(isinstance(a, CreateJobSet) for a in plan.actions)
+            fails = observed.run.spec.health.halt_mode == "Fail"
+            if before.phase != Phase.HALTED or not fails:
+                assert not any(isinstance(a, DeleteJobSet) for a in plan.actions)
             assert not any(isinstance(a, SetSuspend) and not a.suspend for a in plan.actions)
         if before.phase == Phase.HALTED and not raised:
             assert after.phase == Phase.HALTED
@@ -194,6 +204,41 @@ def fits(schema: dict[str, Any], value: Any, path: str) -> None:
             fits(schema["items"], child, f"{path}[{i}]")
 
 
+class WatchedCluster(Cluster):
+    """A cluster where others launch the JobSet: the operator may only stop it and let it go on."""
+
+    def check(self, observed: Observed, plan: Plan) -> None:
+        super().check(observed, plan)
+        assert not any(isinstance(a, CreateJobSet | DeleteJobSet) for a in plan.actions)
+        ours = observed.jobset is not None and plan.status.job_set_uid in {
+            observed.jobset.uid,
+            None,  # a raised attempt brings the last one's JobSet to rest first
+        }
+        assert ours or not plan.actions, "another JobSet of the name was touched"
+
+    def advance(self) -> None:
+        """Restart all once one has failed: nobody else does it here."""
+        uid = self.jobset.uid if self.jobset is not None else ""
+        own = [p for p in self.pods if p.job_set_uid == uid and not p.gone]
+        if any(p.phase == "Failed" for p in own):
+            self.pods = [self._leave(p) if p in own else p for p in self.pods]
+        super().advance()
+
+    def launch(self) -> None:
+        if self.jobset is None:
+            self.made += 1
+            launched = {"uid": f"js-{self.made}", "owner": None, "attempt": 0, "hosts": 2}
+            self.jobset = self.scene.jobset(**launched)
+
+    def relaunch(self) -> None:
+        """Let another JobSet take the place of one that has ended or is going."""
+        jobset = self.jobset
+        if jobset is None or jobset.terminal or jobset.deleting:
+            self.jobset, self.pods = None, []
+            self.launch()
+
+
+WATCHING = {"watch": {"jobSet": "ling2"}, "image": None, "cpu": None, "run": None}
 OPERATIONS = st.one_of(
     st.just(("pass",)),
     st.just(("pass",)),
@@ -208,6 +253,7 @@ OPERATIONS = st.one_of(
     st.just(("delete jobset",)),
     st.just(("delete jobset, leave its pods",)),
     st.just(("un-suspend jobset",)),
+    st.just(("launch",)),
     st.tuples(st.just("jobset ends"), st.sampled_from(["Failed", "Completed"])),
     st.just(("pass, but the act fails",)),
     st.just(("pass on old news",)),
@@ -246,6 +292,8 @@ def play(cluster: Cluster, operation: tuple[Any, ...], old: Observed) -> None:
             cluster.jobset = None
         case ("un-suspend jobset",) if jobset is not None:
             cluster.jobset = replace(jobset, suspended=False)
+        case ("launch",) if isinstance(cluster, WatchedCluster):
+            cluster.launch()
         case ("jobset ends", how) if jobset is not None:
             cluster.jobset = replace(jobset, terminal=how)
         case ("wait", seconds):
@@ -254,12 +302,13 @@ def play(cluster: Cluster, operation: tuple[Any, ...], old: Observed) -> None:
             pass
 
 
+@pytest.mark.parametrize("kind", ["own", "own, Fail", "watched"])
 @given(st.lists(OPERATIONS, max_size=40), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_no_history_breaks_a_promise(
-    scene: Any, operations: list[tuple[Any, ...]], running: bool
+    scene: Any, kind: str, operations: list[tuple[Any, ...]], running: bool
 ) -> None:
-    cluster = Cluster(scene, scene.run(health=TOUCHY))
+    cluster = make(scene, kind)
     if running:
         cluster.start()
     old = cluster.observe()
@@ -269,14 +318,30 @@ def test_no_history_breaks_a_promise(
         play(cluster, operation, old)
 
 
+def make(scene: Any, kind: str) -> Cluster:
+    """Return a cluster for a run of our own, by either haltMode, or for one that watches."""
+    if kind == "watched":
+        watched = WatchedCluster(scene, scene.run(health=TOUCHY, **WATCHING))
+        watched.launch()
+        return watched
+    mode = {"haltMode": "Fail"} if kind == "own, Fail" else {}
+    return Cluster(scene, scene.run(health=TOUCHY | mode))
+
+
+@pytest.mark.parametrize("kind", ["own", "own, Fail", "watched"])
 @given(st.lists(OPERATIONS, max_size=30), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_left_alone_it_comes_to_rest_where_the_spec_asks(
-    scene: Any, operations: list[tuple[Any, ...]], suspend: bool
+    scene: Any, kind: str, operations: list[tuple[Any, ...]], suspend: bool
 ) -> None:
-    cluster = Cluster(scene, scene.run(health=TOUCHY))
+    cluster = make(scene, kind)
+    if kind == "watched":
+        cluster.start()  # most of what can go wrong, goes wrong with pods
     for operation in operations:
         play(cluster, operation, cluster.observe())
+    if isinstance(cluster, WatchedCluster):
+        cluster.run_pass(cluster.observe())  # what is not seen yet would halt the next attempt
+        cluster.relaunch()
     cluster.spec(attempt=cluster.run.status.attempt + 1, suspend=suspend)
     for _ in range(12):
         cluster.run_pass(cluster.observe())

@@ -78,6 +78,26 @@ def test_the_trainers_end_is_read_and_not_a_side_containers() -> None:
     )
 
 
+def test_of_a_foreign_image_any_container_may_be_the_trainer() -> None:
+    codes = {"logs": 0, "main": 90, "side": 1}
+    statuses = [
+        {"name": name, "state": {"terminated": {"exitCode": code}}} for name, code in codes.items()
+    ]
+    raw = raw_pod(phase="Running", containerStatuses=statuses)
+    raw["spec"]["containers"] = [{"name": "main"}, {"name": "logs"}, {"name": "side"}]
+    ended = view_pod(raw)
+    assert (ended.exit_code, ended.container, ended.containers) == (90, "main", 1)
+    statuses[1:] = [{"name": "main", "state": {"running": {}}}, {"name": "side", "state": {}}]
+    running = view_pod(raw)
+    assert (running.exit_code, running.ready) == (None, True)
+
+
+def test_process_0_is_of_the_first_job_of_all() -> None:
+    raw = raw_pod()
+    raw["metadata"]["labels"]["jobset.sigs.k8s.io/job-global-index"] = "3"
+    assert view_pod(raw).job_index == 3
+
+
 def test_a_pod_that_was_only_just_made_is_read() -> None:
     pod = view_pod({"metadata": {"name": "p"}, "spec": {}})
     assert (pod.phase, pod.ip, pod.exit_code, pod.live) == ("Pending", None, None, True)
