@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import time
 from typing import Never
 
@@ -71,13 +72,13 @@ class Controller:
                 beats_due = {key: when for key, when in beats_due.items() if when > now}
                 for key in self._caches.runs.objects.keys() - beats_due.keys():
                     jobs = self._caches.heartbeat_jobs(key, HEARTBEAT_SECONDS)
-                    beats_due[key] = now + HEARTBEAT_SECONDS
+                    beats_due[key] = now + _apart(HEARTBEAT_SECONDS)
                     for job in jobs:
                         group.create_task(self._read_heartbeat(session, job))
                 for key in self._caches.runs.objects.keys() - due.keys() - self._scraping:
                     job = self._caches.scrape_job(key)
                     if job is not None:
-                        due[key] = now + job.interval_seconds
+                        due[key] = now + _apart(job.interval_seconds)
                         self._scraping.add(key)  # or a trainer that is slow is asked ever more
                         group.create_task(self._scrape(session, job))
                 await asyncio.sleep(_TICK_SECONDS)
@@ -150,3 +151,8 @@ class Controller:
                 time=result.heartbeat,
             )
             self._cluster.record_heartbeat(job.key, beat)
+
+
+def _apart(seconds: float) -> float:
+    """Return a little less than an interval, so that runs read together drift apart."""
+    return seconds * random.uniform(0.8, 1.0)  # noqa: S311 - no secret depends on it
