@@ -92,3 +92,19 @@ def test_what_is_not_said_has_a_harmless_default():
     assert environment.termination_log is None
     assert not environment.fault_injection_allowed
     assert read_environment({"LING_TERMINATION_LOG": "/x"}).termination_log == Path("/x")
+
+
+def test_without_a_variable_the_kubelets_mounts_say_which_pod_it_is(tmp_path: Path) -> None:
+    uid = "0b7c7f4e-5d3a-4b7e-9a53-0d8f1f7c2a11"
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "621 615 0:64 / /proc rw,nosuid - proc proc rw\n"
+        f"640 612 8:1 /var/lib/kubelet/pods/{uid}/etc-hosts /etc/hosts rw - ext4 /dev/sda1 rw\n"
+    )
+    assert read_environment({}, mounts=mounts).pod_uid == uid
+    assert read_environment({"POD_UID": "said"}, mounts=mounts).pod_uid == "said"
+    mounts.write_text(
+        "640 612 8:1 /var/lib/pods/mine/etc-hosts /etc/hosts rw - ext4 /dev/sda1 rw\n"
+    )
+    assert read_environment({}, mounts=mounts).pod_uid == ""
+    assert read_environment({}, mounts=tmp_path / "none").pod_uid == ""

@@ -1,5 +1,6 @@
 """What a trainer process is told by its environment. No JAX."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,6 +19,8 @@ CONTAINERS_PER_HOST = "LING_CONTAINERS_PER_HOST"
 COORDINATOR_PORT = 8476
 """Where the coordination service listens on a TPU slice, as JAX has it."""
 LOCAL_NAMESPACE = "local"
+MOUNTS = Path("/proc/self/mountinfo")
+_KUBELETS_POD = re.compile(r"/pods/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Environment:
       run_namespace: LING_RUN_NAMESPACE; "local" outside of a cluster.
       attempt: LING_ATTEMPT; 0 outside of the operator.
       restore_before_step: LING_RESTORE_BEFORE_STEP: restore a checkpoint before this step.
-      pod_uid: POD_UID.
+      pod_uid: POD_UID, else the one in the paths that the kubelet mounted; "" without either.
       pod_ip: POD_IP; process 0's coordination service listens there. "" is all addresses.
       metrics_address: where to serve metrics: pod_ip, else all addresses ("") in a cluster, else
         loopback.
@@ -75,8 +78,12 @@ class Environment:
     fault_injection_allowed: bool
 
 
-def read_environment(environ: Mapping[str, str]) -> Environment:
+def read_environment(environ: Mapping[str, str], *, mounts: Path = MOUNTS) -> Environment:
     """Read the variables of Environment.
+
+    Args:
+      environ: the variables.
+      mounts: file of what is mounted, in the kernel's format; it may be missing.
 
     Raises:
       ConfigError: one is no number, out of range, or missing beside others.
@@ -89,13 +96,27 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         run_namespace=environ.get("LING_RUN_NAMESPACE") or LOCAL_NAMESPACE,
         attempt=_number(environ, "LING_ATTEMPT") if environ.get("LING_ATTEMPT") else 0,
         restore_before_step=_number(environ, "LING_RESTORE_BEFORE_STEP") if before else None,
-        pod_uid=environ.get("POD_UID", ""),
+        pod_uid=environ.get("POD_UID") or pod_uid_of(mounts),
         pod_ip=environ.get("POD_IP", ""),
         metrics_address=environ.get("POD_IP") or ("" if in_cluster else "127.0.0.1"),
         container_index=(_number(environ, CONTAINER_INDEX) if environ.get(CONTAINER_INDEX) else 0),
         termination_log=Path(log) if log else None,
         fault_injection_allowed=environ.get("LING_ALLOW_FAULT_INJECTION") == "1",
     )
+
+
+def pod_uid_of(mounts: Path) -> str:
+    """Return the pod's uid from the kubelet's mounts, "" outside of a pod.
+
+    /etc/hosts and the termination log are files below /var/lib/kubelet/pods/<uid>/. Launchers
+    such as xpk set no variable from the pod's metadata, and on the node's network a page has to
+    say whose it is.
+    """
+    try:
+        found = _KUBELETS_POD.search(mounts.read_text("utf-8", "replace"))
+    except OSError:
+        return ""
+    return found.group(1) if found else ""
 
 
 def installed_version() -> str:
