@@ -16,10 +16,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "tests" / "cluster"))
 
+from lingcluster.build import Programs  # noqa: E402
 from lingcluster.client import Manifest, wait_for  # noqa: E402
 from lingcluster.control_plane import ControlPlane  # noqa: E402
+from lingcluster.loopback import LoopbackBlock  # noqa: E402
 from lingcluster.nodes import NodePool, node_manifest, node_status  # noqa: E402
-from lingcluster.processes import Process  # noqa: E402
+from lingcluster.processes import Process, Session  # noqa: E402
 
 PODS_PER_NODE = 250
 METRICS_PORT = 19464  # not the trainers' own: this server has it on every address
@@ -126,14 +128,24 @@ def _where(key: str, operator: str, *values: str) -> Manifest:
 
 
 class BusyPlane(ControlPlane):
-    """The control plane of the tests, with limits for such a load."""
+    """The control plane of the tests, with limits for such a load.
+
+    Attributes:
+      block: its addresses; the pods' are in it too.
+    """
+
+    def __init__(
+        self, programs: Programs, directory: Path, block: LoopbackBlock, session: Session
+    ) -> None:
+        super().__init__(programs, directory, block, session)
+        self.block = block
 
     def run(self, name: str, *arguments: str) -> Process:
         """Start a program, with its flags of FLAGS."""
         return super().run(name, *arguments, *FLAGS.get(name, ()))
 
 
-def start_hosts(plane: BusyPlane, *, prefix: str, pods: int) -> None:
+def start_hosts(plane: BusyPlane, *, pods: int) -> None:
     """Make nodes with room for so many pods, and start KWOK for them."""
     config = plane.directory / "kwok.yaml"
     config.write_text("\n---\n".join(json.dumps(stage) for stage in stages()))
@@ -145,7 +157,7 @@ def start_hosts(plane: BusyPlane, *, prefix: str, pods: int) -> None:
         f"--kubeconfig={kubeconfig}",
         f"--config={config}",
         "--manage-all-nodes=true",
-        f"--cidr={POD_BLOCK.format(prefix=prefix)}",
+        f"--cidr={POD_BLOCK.format(prefix=plane.block.prefix)}",
         f"--node-ip={plane.address}",
     )
     # Twice the room: a pod that ends still takes it.

@@ -33,7 +33,7 @@ from observe import Usage, histogram_quantiles, quantile, series
 from provenance import provenance
 
 from lingcluster import operator_process
-from lingcluster.build import KWOK, MODULES, Builder
+from lingcluster.build import ETCD, JOBSET, KUBERNETES, KUEUE, KWOK, Builder
 from lingcluster.client import KubeClient, Manifest, wait_for
 from lingcluster.loopback import LoopbackBlock
 from lingcluster.operator_process import OperatorAddresses, OperatorProcess
@@ -46,6 +46,7 @@ PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 HOSTS, WIDE_HOSTS = 4, 64
 SCRAPE_SECONDS = 5
 RAMP_UP_SECONDS = 900
+CONTROL_PLANE = (ETCD, KUBERNETES, JOBSET, KUEUE)
 _WRITES = frozenset({"create", "update", "patch", "delete"})
 _KOPF_USER = "process-kubelet"
 
@@ -162,12 +163,12 @@ def _deletions(pods: Recording, runs: set[str]) -> dict[str, float]:
     return found
 
 
-def measure_operator(bench: Bench, block: LoopbackBlock) -> dict[str, Any]:
+def measure_operator(bench: Bench) -> dict[str, Any]:
     """Start the operator, let it start all runs, and measure it."""
     plane = bench.plane
     access = fake_hosts.REPOSITORY / "manifests" / "operator"
     operator_process.install_access(plane.kubectl, access)
-    metrics, probes = block.free_ports(2)
+    metrics, probes = plane.block.free_ports(2)
     operator = OperatorProcess(
         kubeconfig=plane.service_account_kubeconfig(
             operator_process.NAMESPACE, operator_process.SERVICE_ACCOUNT, expiration_seconds=86400
@@ -229,8 +230,8 @@ def measure_kopf(bench: Bench, folder: Path) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Measure, print the row, write the JSON."""
+def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=1000, help=f"runs of {HOSTS} hosts")
     parser.add_argument("--wide", type=int, default=20, help=f"runs of {WIDE_HOSTS} hosts")
@@ -239,13 +240,58 @@ def main() -> None:
     parser.add_argument("--halts", type=int, default=100, help="runs that diverge meanwhile")
     parser.add_argument("--kopf", type=Path, help="a folder with kopf: measure it too")
     parser.add_argument("--output", type=Path, help="the JSON's file")
-    parser.add_argument("--directory", type=Path, help="for logs; kept. Default: a temporary one")
-    options = parser.parse_args()
+    parser.add_argument("--directory", type=Path, help="for logs, new and kept; default: none")
+    return parser.parse_args()
+
+
+def measure_all(options: argparse.Namespace, plane: fake_hosts.BusyPlane) -> dict[str, Any]:
+    """Start everything, measure, and return the operators' results."""
     names = [f"run-{i}" for i in range(options.runs)] + [f"wide-{i}" for i in range(options.wide)]
-    pods = options.runs * HOSTS + options.wide * WIDE_HOSTS
-    programs = Builder(report=print).ensure((*MODULES, KWOK))
+    crds = fake_hosts.REPOSITORY / "manifests" / "crd"
+    plane.start(crds=sorted(crds.glob("*.yaml")))
+    plane.client.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+    fake_hosts.start_pages(plane)
+    fake_hosts.start_hosts(plane, pods=_pods(options))
+    bench = Bench(plane, names, options.settle, options.seconds, options.halts)
+    found = {"load_average_before": os.getloadavg()[0], "ling-operator": measure_operator(bench)}
+    if options.kopf:
+        found["kopf"] = measure_kopf(bench, options.kopf)
+    return {**found, "load_average": os.getloadavg()[0]}
+
+
+def row(result: dict[str, Any]) -> str:
+    """Return the sentence of the table."""
+    ours, load = result["ling-operator"], result["load"]
+    latency, wait = ours["nan_to_deleting_seconds"], ours["queue_wait_seconds"]
+    text = (
+        f"{load['runs']} runs of {HOSTS} hosts and {load['wide_runs']} of {WIDE_HOSTS}, "
+        f"{load['pods']} pods: {ours['cpu_cores']:.2f} cores, {ours['rss_peak_mb']} MB, "
+        f"{ours['api_writes_per_second']} writes/s; a run waits {wait['p50']} s for its pass "
+        f"(p99 {wait['p99']} s) of {ours['reconcile_seconds']['p50']} s "
+        f"(p99 {ours['reconcile_seconds']['p99']} s); from a NaN to pods being deleted "
+        f"{latency['p50']} s (p99 {latency['p99']} s) at {SCRAPE_SECONDS} s between scrapes"
+    )
+    if kopf := result.get("kopf"):
+        text += (
+            f". A skeleton on kopf: {kopf['cpu_cores']:.2f} cores, {kopf['rss_peak_mb']} MB, "
+            f"{kopf['api_writes_per_second']} writes/s, "
+            f"{kopf['nan_to_deleting_seconds']['p50']} s "
+            f"(p99 {kopf['nan_to_deleting_seconds']['p99']} s)"
+        )
+    return text
+
+
+def _pods(options: argparse.Namespace) -> int:
+    return options.runs * HOSTS + options.wide * WIDE_HOSTS
+
+
+def main() -> None:
+    """Measure, print the JSON and the table's row, write the JSON."""
+    options = parse()
+    pods = _pods(options)
+    programs = Builder(report=print).ensure((*CONTROL_PLANE, KWOK))
     result: dict[str, Any] = {
-        "question": f"an operator's cost and latency with {len(names)} runs of {pods} pods",
+        "question": f"an operator's cost and latency with runs of {pods} pods",
         **provenance("aiohttp", "pydantic", "prometheus-client"),
         "load": {"runs": options.runs, "wide_runs": options.wide, "pods": pods},
         "real": "etcd, API server, scheduler, Job controller, JobSet's controller, metrics pages",
@@ -253,30 +299,17 @@ def main() -> None:
         "flags": {name: list(flags) for name, flags in fake_hosts.FLAGS.items()},
         "scrape_interval_seconds": SCRAPE_SECONDS,
     }
-    with (
-        tempfile.TemporaryDirectory() as own,
-        Session() as session,
-        LoopbackBlock() as block,
-    ):
+    with tempfile.TemporaryDirectory() as own, Session() as session, LoopbackBlock() as block:
         directory = options.directory or Path(own)
-        directory.mkdir(exist_ok=True)
+        if options.directory:
+            directory.mkdir(parents=True)
         plane = fake_hosts.BusyPlane(programs, directory, block, session)
         try:
-            crds = fake_hosts.REPOSITORY / "manifests" / "crd"
-            plane.start(crds=sorted(crds.glob("*.yaml")))
-            plane.client.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
-            fake_hosts.start_pages(plane)
-            fake_hosts.start_hosts(plane, prefix=block.prefix, pods=pods)
-            bench = Bench(plane, names, options.settle, options.seconds, options.halts)
-            result["load_average_before"] = os.getloadavg()[0]
-            result["ling-operator"] = measure_operator(bench, block)
-            if options.kopf:
-                result["kopf"] = measure_kopf(bench, options.kopf)
-            result["load_average"] = os.getloadavg()[0]
+            result |= measure_all(options, plane)
         finally:
             plane.stop()
     text = json.dumps(result, indent=1)
-    print(text)
+    print(text, row(result), sep="\n")
     if options.output:
         options.output.write_text(text + "\n")
 
