@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ling_operator.api import TrainingRunSpec
-from ling_operator.crd import CRD_PATH, FIXED_FIELDS, build_crd, render_crd
+from ling_operator.crd import CRD_PATH, build_crd, render_crd
+from ling_operator.crd_rules import FIXED_FIELDS
 
 type Node = dict[str, Any]
 FREE_FIELDS = {"suspend", "attempt", "health"}
