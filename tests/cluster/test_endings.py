@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
 from lingcluster.client import Manifest, wait_for
+from lingcluster.fault_table import FaultTable
 from lingcluster.kubelet import ProcessKubelet
 from lingcluster.operator_process import StartOperator
 from lingcluster.sample_runs import shell_run
@@ -85,18 +87,35 @@ def test_a_crash_spends_a_restart(
     runs.wait_condition("crash", phase, "True", reason)
 
 
-def test_restarts_without_progress_end_as_failed_after_three(
-    runs: TrainingRuns, start_operator: StartOperator, kubelet: ProcessKubelet, namespace: str
+@pytest.mark.parametrize("code", [1, 42], ids=["crash", "lost_peer"])
+def test_restarts_without_progress_end_the_run_before_they_burn_the_budget(
+    code: int,
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    kubelet: ProcessKubelet,
+    namespace: str,
+    faults: FaultTable,
 ) -> None:
+    budget = 10
     start_operator()
-    runs.apply(shell_run("stuck", "exit 42", restarts=1000))
+    began = time.monotonic()
+    runs.apply(shell_run("stuck", f"exit {code}", restarts=budget))
     run = runs.wait_phase("stuck", "Failed")
+    seconds = time.monotonic() - began
     runs.wait_condition("stuck", "Failed", "True", "NoProgress")
     assert run["status"]["restarts"] >= 3
     wait_for("the stop", lambda: runs.jobset("stuck")["spec"]["suspend"])
     runs.wait_no_live_pod("stuck")
     count = len(kubelet.started(namespace))
     assert 3 <= count <= 5, "the stop comes about when the third restart does"
+    jobset = runs.jobset("stuck")
+    assert jobset["status"].get("restartsCountTowardsMax", 0) < budget
+    assert not jobset["status"].get("terminalState"), "it is stopped, with most of its budget"
+    faults.record(
+        "a trainer that dies before its first step, again and again",
+        f"{seconds:.1f} s to Failed/NoProgress, exit code {code}",
+        f"{run['status']['restarts']} restarts of a budget of {budget}, then it is stopped",
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
 from lingcluster.client import Manifest, find_condition, wait_for
 from lingcluster.control_plane import ControlPlane
+from lingcluster.fault_table import FaultTable
 from lingcluster.kueue_controller import QUEUES, make_queue
 from lingcluster.operator_process import StartOperator
 from lingcluster.training_runs import RUN_LABEL, TrainingRuns
@@ -159,6 +161,7 @@ def test_a_preempted_run_is_queued_and_goes_on_when_the_more_urgent_one_is_done(
     scripted_run: Callable[..., Manifest],
     queue: str,
     urgent: str,
+    faults: FaultTable,
 ) -> None:
     start_operator()
     runs.apply(scripted_run("patient", queue=queue, restarts=0))
@@ -167,9 +170,11 @@ def test_a_preempted_run_is_queued_and_goes_on_when_the_more_urgent_one_is_done(
     hurried["spec"]["template"]["priorityClassName"] = urgent
     with Recording(runs.client.identity, runs.pods_path) as pods:
         runs.apply(hurried)
+        began = time.monotonic()
         runs.wait_condition("patient", "Admitted", "False", "Evicted")
         assert "preempted" in why(runs.get("patient")).lower()
         runs.wait_phase("patient", "Queued")
+        queued = time.monotonic() - began
         runs.wait_phase("hurried", "Complete")
         run = runs.wait_phase("patient", "Running")
         preempted = [end for end in terminations(pods.changes).values() if end][:PROCESSES]
@@ -178,6 +183,11 @@ def test_a_preempted_run_is_queued_and_goes_on_when_the_more_urgent_one_is_done(
     assert {"patient", "hurried"} not in alive, "the quota is for one"
     assert run["status"]["restarts"] == 0
     assert run["status"]["attempt"] == 1
+    faults.record(
+        "Kueue preempts a run for a more urgent one",
+        f"{queued:.1f} s to Queued",
+        "pods end with 143, the run goes on when the quota is back, no restart counted",
+    )
 
 
 def test_a_run_that_is_deleted_while_it_waits_leaves_nothing_in_the_queue(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
 from lingcluster.client import Manifest, find_condition, wait_for
+from lingcluster.fault_table import FaultTable
 from lingcluster.kubelet import ProcessKubelet
 from lingcluster.operator_process import StartOperator
 from lingcluster.training_runs import RUN_LABEL, TrainingRuns
@@ -45,6 +47,7 @@ def test_an_eviction_through_the_api_costs_no_restart(
     runs: TrainingRuns,
     start_operator: StartOperator,
     gang_run: Callable[..., Manifest],
+    faults: FaultTable,
 ) -> None:
     start_operator()
     with Recording(runs.client.identity, runs.pods_path) as pods:
@@ -53,11 +56,18 @@ def test_an_eviction_through_the_api_costs_no_restart(
         evicted, peer = runs.pod("evicted", victim), runs.pod("evicted", 1 - victim)
         eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": evicted}}
         runs.client.create(f"{runs.pods_path}/{evicted}/eviction", eviction)
+        began = time.monotonic()
         _wait_restarted(runs, "evicted", {evicted, peer}, hosts=2)
+        seconds = time.monotonic() - began
         ends = terminations(pods.changes)
     assert [ends[name]["exitCode"] for name in (evicted, peer)] == codes
     assert _disruptions(pods.changes) == {evicted: "EvictionByEvictionAPI"}
     assert runs.status("evicted")["restarts"] == 1
+    faults.record(
+        "a host is evicted through the API, its peer dies of the broken collective",
+        f"{seconds:.1f} s to Running again",
+        f"exit codes {codes[0]} and {codes[1]}; no restart spent",
+    )
 
 
 @pytest.mark.slow
@@ -67,6 +77,7 @@ def test_a_slice_survives_the_scheduler_a_taint_and_the_loss_of_a_node_without_a
     gang_run: Callable[..., Manifest],
     kubelet: ProcessKubelet,
     urgent: str,
+    faults: FaultTable,
 ) -> None:
     """The scheduler and the pod garbage collector do it themselves."""
     start_operator()
@@ -92,14 +103,21 @@ def test_a_slice_survives_the_scheduler_a_taint_and_the_loss_of_a_node_without_a
 
         # The garbage collector looks every 20 s, and gives a node 40 s to come back.
         runs.client.delete("/api/v1/nodes/v6e-b-3")
+        began = time.monotonic()
         try:
             wait_for("the deletion", lambda: len(_disruptions(pods.changes)) == 3, timeout=180)
         finally:
             kubelet.register_node("v6e-b-3")
+        collected = time.monotonic() - began
         _wait_restarted(runs, "slice", old, hosts=HOSTS)
         by = list(_disruptions(pods.changes).values())
     assert by == ["PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC"]
     assert runs.status("slice")["restarts"] == 3
+    faults.record(
+        "a slice loses a host to a more urgent pod, another to a taint, a third with its node",
+        f"{collected:.0f} s until the garbage collector gives up the node's pod",
+        "three restarts of the slice, none spent",
+    )
 
 
 def _wait_restarted(runs: TrainingRuns, name: str, old: set[str], *, hosts: int) -> set[str]:
