@@ -8,15 +8,15 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ling_operator import views
-from ling_operator.api import GROUP, PLURAL, VERSION, TrainingRun
+from ling_operator.api import GROUP, PLURAL, VERSION
 from ling_operator.progress import heartbeat_targets, metrics_port_of, scrape_target
 from ling_operator.reflector import Change, Key, Reflector
 from ling_operator.rest import JsonObject, RestClient
+from ling_operator.run_view import RunView, view_run
 from ling_operator.scrape import ScrapeTarget
 from ling_operator.views import JOB_SET_NAME_LABEL, JobSetView, PodView, view_jobset, view_pod
+from ling_operator.watch_index import WatchIndex
 from ling_operator.workload import KUEUE_GROUP, WorkloadView, view_workload
-from ling_trainer.schema import ConfigError
 
 JOBSET_GROUP = "jobset.x-k8s.io/v1alpha2"
 _GONE_PODS_KEPT = 64
@@ -27,25 +27,6 @@ def collection(group_version: str, plural: str, namespace: str | None) -> str:
     """Return the path of a kind's objects: of a namespace, or of all for None."""
     root = "/api/v1" if group_version == "v1" else f"/apis/{group_version}"
     return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
-
-
-@dataclass(frozen=True, slots=True)
-class RunView:
-    """A TrainingRun as read.
-
-    Attributes:
-      run: the object, with a placeholder for a spec that cannot be read; None if not even the
-        status can, as after a downgrade: then nothing may be decided.
-      problem: what cannot be read; None if all can.
-    """
-
-    run: TrainingRun | None
-    problem: str | None
-
-    @property
-    def version(self) -> str | None:
-        """The object's resourceVersion."""
-        return self.run.metadata.resource_version if self.run is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +62,7 @@ class Caches:
         self, client: RestClient, *, namespace: str | None, wake: Callable[[Key], None]
     ) -> None:
         self._wake = wake
-        self._watched: dict[Key, Key] = {}
-        self._watchers: dict[Key, set[Key]] = {}
+        self._index = WatchIndex()
         self._pods: dict[Key, dict[str, PodView]] = {}
         self._gone: dict[Key, dict[str, PodView]] = {}
         self._jobs: dict[Key, set[str]] = {}
@@ -144,29 +124,15 @@ class Caches:
 
     def jobset_key(self, key: Key) -> Key:
         """Return namespace and name of a run's JobSet: of its own name, or the one it watches."""
-        return self._watched.get(key, key)
+        return self._index.jobset_of(key)
 
     def jobset(self, key: Key) -> JobSetView | None:
         """Return the JobSet of the name that a run's has, whoever owns it."""
         return self.jobsets.objects.get(self.jobset_key(key))
 
     def other_watcher(self, key: Key, jobset_uid: str) -> str | None:
-        """Return the name of another run that watches a run's JobSet; None if that may itself.
-
-        The one that has watched it before goes first, else the first by name.
-        """
-        others: list[str] = []
-        for other in sorted(self._watchers.get(self.jobset_key(key), set()) - {key}):
-            view = self.runs.objects.get(other)
-            if view is None or view.run is None:
-                continue
-            if any(each.job_set_uid == jobset_uid for each in view.run.status.attempts):
-                return other[1]
-            others.append(other[1])
-        mine = self.runs.objects.get(key)
-        attempts = mine.run.status.attempts if mine is not None and mine.run is not None else ()
-        has_watched = any(each.job_set_uid == jobset_uid for each in attempts)
-        return None if has_watched else next((name for name in others if name < key[1]), None)
+        """Return the name of another run that watches a run's JobSet; None if that may itself."""
+        return self._index.other_watcher(key, jobset_uid, self.runs.objects)
 
     def workload(self, key: Key, jobset_uid: str) -> WorkloadView | None:
         """Return the Workload of exactly this JobSet, not of an earlier one of its name."""
@@ -220,27 +186,13 @@ class Caches:
 
     def _run_changed(self, change: Change[RunView]) -> None:
         of = self.jobset_key(change.key)
-        run = change.object.run
-        self._note_watched(change.key, None if change.deleted or run is None else run)
+        self._index.note(change.key, None if change.deleted else change.object.run)
         if not self._runs_of(of):
             self._gone.pop(of, None)
         self._wake(change.key)
 
-    def _note_watched(self, key: Key, run: TrainingRun | None) -> None:
-        """Keep up which runs watch which JobSet; a run of None watches nothing."""
-        before = self._watched.pop(key, None)
-        if before is not None:
-            self._watchers[before].discard(key)
-            if not self._watchers[before]:
-                del self._watchers[before]
-        if run is not None and run.spec.watch is not None:
-            self._watched[key] = key[0], run.spec.watch.job_set
-            self._watchers.setdefault(self._watched[key], set()).add(key)
-
     def _runs_of(self, jobset: Key) -> tuple[Key, ...]:
-        """Return the runs that a JobSet of this name, with all that belongs to it, concerns."""
-        own = jobset in self.runs.objects and jobset not in self._watched
-        return (*((jobset,) if own else ()), *sorted(self._watchers.get(jobset, ())))
+        return self._index.runs_of(jobset, self.runs.objects)
 
     def _wake_runs_of(self, jobset: Key) -> None:
         for key in self._runs_of(jobset):
@@ -314,18 +266,6 @@ def _scrape_job(
         host=pod.host or pod.name,
         container=container,
     )
-
-
-def view_run(raw: JsonObject) -> RunView:
-    """Read a TrainingRun.
-
-    The CRD refuses what cannot be read, unless it is older or newer than this program.
-    """
-    try:
-        view = views.view_run(raw)
-    except ConfigError as error:
-        return RunView(None, str(error))
-    return RunView(view.run, view.spec_error)
 
 
 def _jobset_name(item: JsonObject) -> str:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ling_operator.api import API_VERSION, GROUP, KIND, PLURAL, VERSION, TrainingRun, dump
-from ling_operator.caches import JOBSET_GROUP, Caches, RunView, collection, view_run
+from ling_operator.caches import JOBSET_GROUP, Caches, collection
 from ling_operator.plan import (
     STEADY_WRITE,
     Action,
@@ -29,6 +29,7 @@ from ling_operator.plan import (
 from ling_operator.pod_logs import LogReader
 from ling_operator.reflector import Key
 from ling_operator.rest import ApiError, JsonObject, RestClient
+from ling_operator.run_view import RunView, view_run
 from ling_operator.runnable import jobset_name
 from ling_operator.scrape import ScrapeFailure
 from ling_operator.verdict import HealthSample, Heartbeat

@@ -7,20 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
 
-from pydantic import ValidationError
-
-from ling_operator.api import (
-    ATTEMPT_LABEL,
-    METRICS_PORT_ANNOTATION,
-    HealthPolicy,
-    TrainingRun,
-    WatchedJobSet,
-    dump,
-)
+from ling_operator.api import ATTEMPT_LABEL, METRICS_PORT_ANNOTATION
 from ling_operator.bounded_text import clip
 from ling_operator.workload import QUEUE_LABEL
 from ling_trainer.health_metrics import Signal
-from ling_trainer.schema import ConfigError
 
 type Raw = Mapping[str, Any]
 
@@ -155,59 +145,6 @@ class PodView:
         return not self.gone and self.phase not in {"Succeeded", "Failed"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunView:
-    """A stored TrainingRun.
-
-    Attributes:
-      run: the object; its spec is a placeholder that starts nothing if spec_error is set.
-      spec_error: why the spec cannot be read by this version of the operator.
-    """
-
-    run: TrainingRun
-    spec_error: str | None = None
-
-
-def view_run(raw: Raw) -> RunView:
-    """Read a TrainingRun as the API server returns it, whatever its spec holds.
-
-    A spec that this version cannot read (a newer CRD's, say) still has a status, and its run may
-    still have to be stopped.
-
-    Raises:
-      ConfigError: not even metadata and status can be read.
-    """
-    try:
-        return RunView(run=TrainingRun.parse(raw))
-    except ConfigError as error:
-        spec: dict[str, Any] = {
-            "image": "unreadable",
-            **_readable_watch(_map(raw, "spec")),
-            "attempt": max(_int(_map(raw, "status").get("attempt")), 1),
-            "suspend": _map(raw, "spec").get("suspend") is True,
-            "health": _readable_health(_map(raw, "spec")),
-        }
-        return RunView(run=TrainingRun.parse({**raw, "spec": spec}), spec_error=str(error))
-
-
-def _readable_watch(spec: Raw) -> dict[str, Any]:
-    """Return which JobSet is watched: the run's own name would be that of another one."""
-    watch = spec.get("watch")
-    name = cast("Raw", watch).get("jobSet") if isinstance(watch, Mapping) else None
-    try:
-        return {"watch": dump(WatchedJobSet(job_set=name))} if isinstance(name, str) else {}
-    except ValidationError:
-        return {}
-
-
-def _readable_health(spec: Raw) -> dict[str, Any]:
-    """Return what the user wants done about divergence, if at least that can be read."""
-    try:
-        return dump(HealthPolicy.model_validate(spec.get("health", {}), strict=True))
-    except ValidationError:
-        return {}
-
-
 def view_jobset(raw: Raw) -> JobSetView:
     """Read a JobSet as the API server returns it."""
     metadata, status = _map(raw, "metadata"), _map(raw, "status")
@@ -227,14 +164,12 @@ def view_jobset(raw: Raw) -> JobSetView:
         restarting="RestartingJobSet" in conditions,
         deleting="deletionTimestamp" in metadata,
         queue=_map(metadata, "labels").get(QUEUE_LABEL, ""),
-        hosts=sum(_hosts(job) for job in _list(_map(raw, "spec"), "replicatedJobs")),
+        hosts=sum(
+            int(job.get("replicas", 1))
+            * int(_map(_map(job, "template"), "spec").get("parallelism", 1))
+            for job in _list(_map(raw, "spec"), "replicatedJobs")
+        ),
     )
-
-
-def _hosts(job: Raw) -> int:
-    """Return the pods of a replicated Job that run at once."""
-    spec = _map(_map(job, "template"), "spec")
-    return int(job.get("replicas", 1)) * int(spec.get("parallelism", 1))
 
 
 def view_pod(raw: Raw, *, gone: bool = False) -> PodView:

@@ -15,7 +15,7 @@ from ling_operator.api import ConditionType
 from ling_operator.conditions import find
 from ling_operator.plan import CreateJobSet, Observed
 from ling_operator.reconcile import reconcile
-from ling_operator.views import RunView, view_run
+from ling_operator.run_view import RunView, view_run
 from lingcluster.client import ApiError, KubeClient
 from lingcluster.training_runs import TrainingRuns
 
@@ -25,9 +25,8 @@ NOW = datetime(2026, 11, 30, tzinfo=UTC)
 
 def decide(view: RunView, create_error: str | None = None) -> tuple[Any, str, str]:
     """Return the JobSet to create, if any, and reason and message of the condition Created."""
-    observed = Observed(
-        run=view.run, spec_error=view.spec_error, create_error=create_error, now=NOW
-    )
+    assert view.run is not None
+    observed = Observed(run=view.run, spec_error=view.problem, create_error=create_error, now=NOW)
     plan = reconcile(observed)
     created = find(plan.status.conditions, ConditionType.CREATED)
     jobset = next((a.manifest for a in plan.actions if isinstance(a, CreateJobSet)), None)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from ling_operator.caches import Caches, RunView
+from ling_operator.caches import Caches
+from ling_operator.run_view import RunView
 from ling_operator.views import PodView, is_trainer, view_pod
 
 LABELS = {

@@ -9,7 +9,7 @@ import pytest
 import fuzzed
 from ling_operator.api import dump
 from ling_operator.plan import CreateJobSet
-from ling_operator.views import view_run
+from ling_operator.run_view import view_run
 
 REASONS = {"InvalidConfig", "NotStarted"}
 
@@ -22,7 +22,7 @@ def test_every_spec_gets_a_jobset_or_a_named_condition_and_no_exception_escapes(
     seen: Counter[str] = Counter()
     for manifest in fuzzed.specs():
         view = view_run(manifest)
-        observed = scene.observed(view.run, spec_error=view.spec_error)
+        observed = scene.observed(view.run, spec_error=view.problem)
         plan = scene.reconcile(observed)
         after = scene.after(view.run, plan)
         json.dumps(dump(plan.status), allow_nan=False)

@@ -3,19 +3,17 @@
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ling_operator.jobset import build_jobset
+from ling_operator.run_view import view_run
 from ling_operator.views import (
     Termination,
     parse_termination,
     view_jobset,
     view_pod,
-    view_run,
 )
-from ling_trainer.schema import ConfigError
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
@@ -145,8 +143,9 @@ def test_a_spec_that_cannot_be_read_still_has_status_pause_and_policy(scene: Any
     manifest = scene.manifest(elastic={"min": 1}, suspend=True, health=policy)
     manifest["status"] = {"attempt": 4, "jobSetUID": "js-4", "phase": "Running"}
     view = view_run(manifest)
-    assert view.spec_error is not None
-    assert "spec.elastic is not a field" in view.spec_error
+    assert view.problem is not None
+    assert "spec.elastic is not a field" in view.problem
+    assert view.run is not None
     assert (view.run.status.job_set_uid, view.run.spec.attempt) == ("js-4", 4)
     assert view.run.spec.suspend is True
     assert view.run.spec.health.non_finite.action == "Alert"
@@ -154,14 +153,16 @@ def test_a_spec_that_cannot_be_read_still_has_status_pause_and_policy(scene: Any
 
 def test_a_policy_that_cannot_be_read_is_the_default_one(scene: Any) -> None:
     view = view_run(scene.manifest(health={"nonFinite": {"action": "Explode"}}))
-    assert view.spec_error is not None
+    assert view.problem is not None
+    assert view.run is not None
     assert view.run.spec.health.non_finite.action == "Halt"
 
 
 def test_a_good_object_has_no_error(scene: Any) -> None:
-    assert view_run(scene.manifest()).spec_error is None
+    assert view_run(scene.manifest()).problem is None
 
 
-def test_an_object_without_a_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"metadata\.name"):
-        view_run({"metadata": {}, "spec": {"image": "x"}})
+def test_of_an_object_without_a_name_nothing_can_be_decided() -> None:
+    view = view_run({"metadata": {}, "spec": {"image": "x"}})
+    assert view.run is None
+    assert "metadata.name" in (view.problem or "")

@@ -9,7 +9,8 @@ import pytest
 from ling_operator.api import API_VERSION, KIND
 from ling_operator.plan import Plan, SetSuspend, SetWorkloadActive
 from ling_operator.progress import metrics_port_of, scrape_target
-from ling_operator.views import Owner, view_jobset, view_pod, view_run
+from ling_operator.run_view import view_run
+from ling_operator.views import Owner, view_jobset, view_pod
 from ling_operator.workload import WorkloadView
 from story import Story
 
@@ -142,7 +143,9 @@ def test_exit_90_halts_and_the_failed_jobset_stays(scene: Any, story: Watch) -> 
     ended = replace(scene.exited(90, **WORDS), created=scene.at(1))
     plan = story.see(4, **story.launched(terminal="Failed") | {"pods": (ended,)})
     assert plan.actions == ()
-    assert (story.status.phase, story.status.halt.step) == ("Halted", 12)
+    halt = story.status.halt
+    assert halt is not None
+    assert (story.status.phase, halt.step) == ("Halted", 12)
 
 
 def test_fail_mode_never_deletes_what_others_launched(scene: Any) -> None:
@@ -297,10 +300,11 @@ def test_of_a_spec_that_cannot_be_read_the_watched_jobset_is_known(story: Watch)
     manifest = story.scene.manifest(**WATCH, elastic=True)
     manifest["status"] = {"attempt": 1, "jobSetUID": "js-1", "phase": "Running"}
     view = view_run(manifest)
-    assert view.spec_error is not None
+    assert view.problem is not None
+    assert view.run is not None
     story.run = view.run
     plan = story.scene.reconcile(
-        story.scene.observed(view.run, **story.launched(), spec_error=view.spec_error)
+        story.scene.observed(view.run, **story.launched(), spec_error=view.problem)
     )
     assert plan.status.phase == "Running"
     assert plan.actions == ()
