@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ling_operator.api import TrainingRun
+from ling_operator.pod_template import build_pod_template
 from lingcluster.client import Manifest
 from lingcluster.helm import Helm, of_kind
 
@@ -18,9 +20,6 @@ GOOGLE = ("--set", "monitoring.googleManagedPrometheus.enabled=true")
 GRAFANA = ("--set", "monitoring.grafana.dashboards=true,monitoring.grafana.alerts=true")
 RUNBOOK = ("--set", "monitoring.runbookUrl=https://runbooks.example.com/operations.md")
 ONE = ("--set", "watchNamespaces={team-a}")
-META = "__meta_kubernetes_pod_"
-
-type Labels = dict[str, str]
 
 
 @pytest.fixture(scope="module")
@@ -89,64 +88,40 @@ def test_dashboards_and_grafanas_alerts_are_the_files(helm: Helm, chart: Path) -
         assert found == ({"grafana_dashboard"} if name.endswith(".json") else {"grafana_alert"})
 
 
-def relabel(target: Labels, rules: list[dict[str, Any]]) -> Labels | None:
-    """Apply what the monitor uses of Prometheus' relabelling; None where the target is dropped."""
-    for rule in rules:
-        text = ";".join(target.get(name, "") for name in rule["sourceLabels"])
-        match = re.fullmatch(rule.get("regex", "(.*)"), text)
-        if rule.get("action") == "keep":
-            if match is None:
-                return None
-        elif match is not None:
-            value = match.expand(rule["replacement"].replace("$", "\\"))
-            target = target | {rule["targetLabel"]: value}
-    return target
+def scraped(monitor: Manifest, container: str, port: str) -> bool:
+    """Tell whether a declared port of a container is scraped."""
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    (keep,) = endpoint["relabelings"]
+    assert keep["action"] == "keep"
+    assert keep["sourceLabels"] == ["__meta_kubernetes_pod_container_name"]
+    return port == endpoint["port"] and re.fullmatch(keep["regex"], container) is not None
 
 
-def addresses(monitor: Manifest, targets: list[Labels]) -> list[str]:
-    found = [
-        relabel(target, endpoint["relabelings"])
-        for endpoint in monitor["spec"]["podMetricsEndpoints"]
-        for target in targets
-    ]
-    return sorted(each["__address__"] for each in found if each is not None)
-
-
-def container(name: str, port: str = "", *, annotation: str = "9464") -> Labels:
-    """Return a target as Prometheus discovers it, one for each container and declared port."""
-    return {
-        "__address__": "10.4.3.5" + (f":{port}" if port else ""),
-        f"{META}ip": "10.4.3.5",
-        f"{META}container_name": name,
-        f"{META}container_port_number": port,
-        f"{META}annotation_ling_primatrix_io_metrics_port": annotation,
-    }
-
-
-@pytest.mark.parametrize(
-    ("targets", "expected"),
-    [
-        ([container("jax-tpu")], ["9464"]),
-        ([container("jax-tpu", annotation="9700")], ["9700"]),
-        ([container("jax-tpu", "9464")], ["9464"]),
-        ([container("jax-tpu"), container("istio-proxy", "15020")], ["9464"]),
-        ([container("jax-tpu-1"), container("jax-tpu-2")], ["9464", "9465"]),
-        (
-            [
-                container("jax-tpu-1", "9700", annotation="9700"),
-                container("jax-tpu-2", "9701", annotation="9700"),
-            ],
-            ["9700", "9701"],
-        ),
-    ],
-    ids=["plain", "other port", "host network", "sidecar", "two containers", "two, declared"],
-)
-def test_a_trainer_is_scraped_once_a_container_at_its_port(
-    helm: Helm, targets: list[Labels], expected: list[str]
+@pytest.mark.parametrize("slice_of", ["v5p-128", "tpu7x-128"])
+def test_the_trainers_containers_are_scraped_by_the_ports_they_declare(
+    helm: Helm, slice_of: str
 ) -> None:
-    monitors = named(of_kind(helm.template(*IMAGE, *PROMETHEUS), "PodMonitor"))
-    found = addresses(monitors["trainers"], targets)
-    assert found == [f"10.4.3.5:{port}" for port in expected]
+    tpu = {"accelerator": slice_of} | ({"parallelContainers": 2} if "7x" in slice_of else {})
+    spec = {
+        "image": "i",
+        "tpu": tpu,
+        "run": {"preset": "ling2_tiny", "datasetType": "synthetic", "baseOutputDirectory": "out"},
+    }
+    run = TrainingRun.model_validate({"metadata": {"name": "a", "namespace": "n"}, "spec": spec})
+    pod = build_pod_template(run, 1, None)
+    objects = helm.template(*IMAGE, *PROMETHEUS)
+    monitor = named(of_kind(objects, "PodMonitor"))["trainers"]
+    (expression,) = monitor["spec"]["selector"]["matchExpressions"]
+    assert expression["key"] in pod["metadata"]["labels"]
+    containers = pod["spec"]["containers"]
+    assert len(containers) == tpu.get("parallelContainers", 1)
+    for each in containers:
+        (port,) = each["ports"]
+        assert scraped(monitor, each["name"], port["name"])
+    assert not scraped(monitor, "istio-proxy", "metrics")
+    (google,) = of_kind(helm.template(*IMAGE, *GOOGLE), "ClusterPodMonitoring")
+    assert [each["port"] for each in google["spec"]["endpoints"]] == ["metrics"]
+    assert google["spec"]["selector"] == monitor["spec"]["selector"]
 
 
 def test_scrape_objects_look_where_the_operator_does(helm: Helm) -> None:

@@ -191,3 +191,9 @@ def test_notes_say_what_to_do_next(helm: Helm, chart: Path, values: Path) -> Non
     assert ("DELETES every TrainingRun" in notes) == (values.stem == "everything")
     scraped = values.stem in {"everything", "gke", "one-namespace"}
     assert ("no alert can fire" in notes) != scraped
+
+
+def test_old_clusters_are_refused_and_gkes_versions_are_not(helm: Helm) -> None:
+    with pytest.raises(HelmError, match=r"requires kubeVersion: >=1\.29\.0-0"):
+        helm.template(*IMAGE, "--kube-version", "1.28.9")
+    assert helm.template(*IMAGE, "--kube-version", "1.33.4-gke.1172000")

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from lingcluster.audit import AuditLog, AuditRecord
-from lingcluster.client import Manifest, load_manifests, wait_for
+from lingcluster.client import ApiError, KubeClient, Manifest, load_manifests, wait_for
 from lingcluster.control_plane import ControlPlane
 from lingcluster.helm import CHART, Helm
 from lingcluster.loopback import LoopbackBlock
@@ -264,4 +264,35 @@ def test_a_release_of_one_namespace_runs_it_with_rights_in_that_namespace_alone(
     runs.apply(scripted_run("good", steps=40))
     runs.wait_phase("good", "Complete")
     assert refusals(audit_log, namespace) == []
-    release("uninstall")
+
+
+def test_the_api_server_admits_the_operators_pod_where_pods_are_restricted(
+    release: Release, control_plane: ControlPlane, namespace: str
+) -> None:
+    client = control_plane.client
+    release("install", CHART, "--set", "crds.enabled=false")
+    label = {"pod-security.kubernetes.io/enforce": "restricted"}
+    client.patch(f"/api/v1/namespaces/{namespace}", {"metadata": {"labels": label}})
+    deployment = client.get(f"/apis/apps/v1/namespaces/{namespace}/deployments/{NAME}")
+    pod = deployment["spec"]["template"]
+    pod["metadata"] = {"name": "of-the-deployment"}
+    pods = f"/api/v1/namespaces/{namespace}/pods"
+
+    def admitted() -> Manifest:
+        return client.create(pods, pod, dryRun="All")
+
+    wait_for("the label to be seen", lambda: is_refused(client, pods))
+    assert admitted()
+    pod["spec"]["containers"][0]["securityContext"].pop("capabilities")
+    with pytest.raises(ApiError, match="unrestricted capabilities"):
+        admitted()
+
+
+def is_refused(client: KubeClient, pods: str) -> bool:
+    """Tell whether a pod that says nothing of its security is refused."""
+    plain = {"metadata": {"name": "plain"}, "spec": {"containers": [{"name": "a", "image": "a"}]}}
+    try:
+        client.create(pods, plain, dryRun="All")
+    except ApiError as error:
+        return "PodSecurity" in str(error)
+    return False
