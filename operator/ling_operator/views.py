@@ -25,7 +25,8 @@ TRAINER_CONTAINER = "jax-tpu"
 """Name of the trainer's container; several of a pod are jax-tpu-1, jax-tpu-2, as XPK has them."""
 DIVERGED_EXIT_CODE = 90
 FINAL_EXIT_CODES = (2, 3, 4, 5, DIVERGED_EXIT_CODE)
-RESTART_EXIT_CODES = (42, 134, 143)
+RESTART_EXIT_CODES = (42, 134, 139, 143)
+"""139 is 134 of a container's process 1, for which the kernel ignores SIGABRT."""
 _DIVERGENCE_SIGNALS = frozenset(map(str, Signal))
 
 

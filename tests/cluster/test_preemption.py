@@ -34,10 +34,10 @@ def gang_run(scripted_run: Callable[..., Manifest]) -> Callable[..., Manifest]:
     ("victim", "lost_peer", "env", "codes"),
     [
         (1, 42, {}, [143, 42]),
-        (0, 134, {}, [143, 134]),
+        (0, 139, {}, [143, 139]),
         (1, 42, {"IGNORE_SIGTERM": "1"}, [137, 42]),
     ],
-    ids=["peer_42", "peer_134", "killed_at_the_end_of_its_grace"],
+    ids=["peer_42", "peer_139", "killed_at_the_end_of_its_grace"],
 )
 def test_an_eviction_through_the_api_costs_no_restart(
     victim: int,

@@ -126,7 +126,7 @@ def test_final_codes_fail_restartable_codes_restart_and_disruption_is_no_failure
     assert disruption["action"] == "Ignore"
     assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     assert final["onExitCodes"]["values"] == [2, 3, 4, 5, 90]
-    assert again["onExitCodes"]["values"] == [42, 134, 143]
+    assert again["onExitCodes"]["values"] == [42, 134, 139, 143]
     assert {rule["onExitCodes"]["containerName"] for rule in (final, again)} == {"jax-tpu"}
     policy = jobset["spec"]["failurePolicy"]
     assert policy["maxRestarts"] == 7
@@ -135,7 +135,7 @@ def test_final_codes_fail_restartable_codes_restart_and_disruption_is_no_failure
     assert fail["action"] == "FailJobSet"
     (pattern,) = restartable["onJobFailureMessagePatterns"]
     says = "Container jax-tpu for pod ns/p failed with exit code {} matching FailJob rule at index"
-    for code in (42, 134, 143):
+    for code in (42, 134, 139, 143):
         assert re.search(pattern, says.format(code))
     for code in (1, 2, 90, 13, 1434, 42000):
         assert not re.search(pattern, says.format(code))

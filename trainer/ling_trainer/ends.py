@@ -21,7 +21,7 @@ class ExitCode(IntEnum):
 
     Codes it does not choose: 1 is an exception nobody expected, with its traceback; 130 is a
     second Ctrl-C, which leaves without a checkpoint; 134 is JAX's abort when a peer is lost
-    outside of a step, and means the same as 42.
+    outside of a step, 139 the same of a container's process 1, and both mean the same as 42.
     """
 
     FINISHED = 0
