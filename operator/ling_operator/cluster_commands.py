@@ -22,6 +22,7 @@ from ling_operator.listing import (
     last_evidence,
     news_of,
     row_of,
+    table,
     widths_of,
 )
 from ling_operator.manifest import dump_yaml
@@ -242,9 +243,8 @@ def print_object(value: JsonObject, form: str, *, document: bool = False) -> Non
 
 
 def _print_table(rows: list[Row]) -> None:
-    widths = widths_of(rows)
-    for row in rows:
-        print_line(_aligned(row, widths))
+    for line in table(rows):
+        print_line(line)
 
 
 def _aligned(row: Row, widths: tuple[int, ...], coloured: tuple[Column, ...] = ()) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ling_operator import remote
 from ling_operator.caches import JOBSET_GROUP, collection
-from ling_operator.listing import attempts_of, columns, row_of
+from ling_operator.listing import attempts_of, columns, row_of, table
 from ling_operator.manifest import dump_yaml
 from ling_operator.pod_logs import log_path
 from ling_operator.redaction import hide, redact
@@ -256,7 +256,7 @@ def _summary(bundle: Bundle, run: JsonObject, now: datetime) -> str:
     cells = zip(shown, row_of(run, shown, now), strict=True)
     status: dict[str, Any] = run.get("status", {})
     lines = [f"{column.title.lower():12} {cell}" for column, cell in cells]
-    lines += ["", *("   ".join(row) for row in attempts_of(run, now))]
+    lines += ["", *table(attempts_of(run, now))]
     if status.get("halt"):
         lines += ["", "halt", dump_yaml(status["halt"])]
     lines += ["", f"Made at {now.isoformat(timespec='seconds')}."]

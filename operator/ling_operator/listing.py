@@ -99,6 +99,15 @@ def widths_of(rows: Sequence[Row]) -> tuple[int, ...]:
     return tuple(max(map(len, column)) + 3 for column in zip(*rows, strict=True))
 
 
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a table."""
+    widths = widths_of(rows)
+    return [
+        "".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
 def full_name(run: Raw) -> str:
     """Return a run's name as kubectl writes it."""
     return f"{KIND.lower()}.{GROUP}/{run['metadata']['name']}"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+import urllib.request
 from collections.abc import Callable
 
 import pytest
 
 from lingcluster.client import Manifest, wait_for
 from lingcluster.control_plane import ControlPlane
+from lingcluster.fault_table import FaultTable
 from lingcluster.kubelet import ProcessKubelet
 from lingcluster.operator_process import StartOperator
 from lingcluster.sample_runs import shell_run
@@ -56,6 +60,7 @@ def test_a_nan_halts_with_the_last_lines_and_every_process_s_last_words(
     start_operator()
     # Of two trainers the slower is not to be stopped before it has found out by itself.
     runs.apply(scripted_run("self", env=NAN | {"IGNORE_SIGTERM": "1"}))
+    runs.apply(scripted_run("scraped", env=NAN, health=BY_SCRAPE))
     runs.wait_phase("self", "Halted")
     run = runs.wait("self", "both ends", lambda run: len(evidence(run)["ended"]) == 2)
     found = evidence(run)
@@ -73,19 +78,40 @@ def test_a_nan_halts_with_the_last_lines_and_every_process_s_last_words(
     assert attempt["startTime"] <= found["time"] <= attempt["endTime"]
     assert runs.status("self")["mttr"]["downSince"] <= attempt["endTime"]
 
+    stopped = evidence(runs.wait_phase("scraped", "Halted"))
+    assert stopped["log"][0].startswith("process 0 on port")
+    assert not any("SIGTERM" in line for line in stopped["log"]), "read before it was stopped"
+    runs.wait_no_live_pod("scraped")
+
 
 def test_a_run_whose_nodes_do_not_answer_for_logs_halts_all_the_same_and_says_why(
     runs: TrainingRuns,
     start_operator: StartOperator,
     scripted_run: Callable[..., Manifest],
     kubelet: ProcessKubelet,
+    faults: FaultTable,
 ) -> None:
     start_operator()
     kubelet.set_logs("hang")
     for name in ("silent", "later"):
         runs.apply(scripted_run(name, env=NAN | {"STEP_SECONDS": "0.1"}, health=BY_SCRAPE))
+    runs.wait_phase("silent", "Running")
+    (address,) = (
+        each["status"]["podIP"]
+        for each in runs.pods("silent")
+        if each["metadata"]["name"] == runs.pod("silent", 0)
+    )
+    wait_for("the NaN", lambda: shows_nan(address))
+    began = time.monotonic()
     for name in ("silent", "later"):
         runs.wait_phase(name, "Halted")
+    seconds = time.monotonic() - began
+    faults.record(
+        "no node answers for logs while two runs diverge",
+        f"both Halted {seconds:.1f} s after the first NaN",
+        "the status says why it has no log lines",
+    )
+    assert seconds < 30
     problems = {evidence(runs.get(name))["logProblem"] for name in ("silent", "later")}
     # Both at once wait 3 s; one after the other is given half a second.
     assert "no answer within 3 s" in problems
@@ -93,6 +119,11 @@ def test_a_run_whose_nodes_do_not_answer_for_logs_halts_all_the_same_and_says_wh
     for name in ("silent", "later"):
         runs.wait_no_live_pod(name)
         assert runs.jobset(name)["spec"]["suspend"]
+
+
+def shows_nan(address: str) -> bool:
+    with urllib.request.urlopen(f"http://{address}:9464/metrics", timeout=5) as page:
+        return re.search(rb"^ling_learning_is_nan\{.*\} 1$", page.read(), re.M) is not None
 
 
 def test_a_failed_run_keeps_what_was_printed_and_said_and_a_cut_endpoint_is_told(
@@ -116,56 +147,46 @@ def test_a_failed_run_keeps_what_was_printed_and_said_and_a_cut_endpoint_is_told
 
 
 @pytest.mark.slow
-def test_kubectl_waits_for_complete_and_shows_the_columns(
+def test_a_run_that_loses_a_process_tells_mttr_and_eta_and_kubectl_waits_for_its_end(
     runs: TrainingRuns,
     start_operator: StartOperator,
     scripted_run: Callable[..., Manifest],
     control_plane: ControlPlane,
     namespace: str,
 ) -> None:
+    operator = start_operator()
+    # Progress is written every ten seconds; the third write of a process knows its pace.
+    env = {"EXIT": "20:42", "STEP_SECONDS": "0.1"}
+    runs.apply(scripted_run("good", steps=320, env=env))
+    runs.wait("good", "an outage", lambda run: "downSince" in mttr(run))
+    operator.stop()
     start_operator()
+    found = mttr(runs.wait("good", "a recovery", lambda run: mttr(run).get("recoveries") == 1))
+    assert found["meanSeconds"] == found["lastSeconds"] == found["totalSeconds"]
+    assert "downSince" not in found
+
     space = ("-n", namespace)
-    # Progress is written every ten seconds; the third write knows the pace.
-    runs.apply(scripted_run("good", steps=300, env={"STEP_SECONDS": "0.1"}))
-    runs.wait("good", "an ETA", lambda r: "estimatedCompletionTime" in training(r))
+    runs.wait("good", "an ETA", lambda run: "estimatedCompletionTime" in training(run))
     wide = control_plane.kubectl("get", "trun", "-o", "wide", *space).splitlines()
-    columns = (
-        "NAME PHASE STEP TARGET LOSS HEALTH AGE ATTEMPT RESTARTS TOKENS/S ETA CHECKPOINT MTTR"
-    )
-    assert " ".join(wide[0].split()).startswith(f"{columns} CREATED")
+    titles = "NAME PHASE STEP TARGET LOSS HEALTH AGE ATTEMPT RESTARTS TOKENS/S ETA CHECKPOINT MTTR"
+    assert " ".join(wide[0].split()).startswith(f"{titles} CREATED")
     assert wide[1].split()[:2] == ["good", "Running"]
     assert "1234" in wide[1]
     control_plane.kubectl("wait", "--for=condition=Complete", "trun/good", "--timeout=50s", *space)
     run = runs.get("good")
     assert "estimatedCompletionTime" not in training(run)
-    assert training(run)["step"] == 300
+    assert training(run)["step"] == 320
     # kubectl passes over conditions of an older generation: they are re-dated with every edit.
     generation = runs.edit("good", suspend=True)["metadata"]["generation"]
     control_plane.kubectl("wait", "--for=condition=Complete", "trun/good", "--timeout=30s", *space)
     run = runs.get("good")
     assert {c["observedGeneration"] for c in run["status"]["conditions"]} == {generation}
-    reasons = [event["reason"] for event in runs.events("good")]
-    assert len(reasons) == len(set(reasons))
+    told = [(event["reason"], event["eventTime"]) for event in runs.events("good")]
+    assert len(told) == len(set(told))
 
 
 def training(run: Manifest) -> Manifest:
     return run.get("status", {}).get("training", {})
-
-
-def test_a_restart_is_one_outage_in_mttr_that_outlives_the_operator(
-    runs: TrainingRuns,
-    start_operator: StartOperator,
-    scripted_run: Callable[..., Manifest],
-) -> None:
-    operator = start_operator()
-    runs.apply(scripted_run("lost", env={"EXIT": "20:42", "STEP_SECONDS": "0.1"}))
-    runs.wait("lost", "an outage", lambda run: "downSince" in mttr(run))
-    operator.stop()
-    start_operator()
-    run = runs.wait("lost", "a recovery", lambda run: mttr(run).get("recoveries") == 1)
-    found = mttr(run)
-    assert found["meanSeconds"] == found["lastSeconds"] == found["totalSeconds"]
-    assert "downSince" not in found
 
 
 def mttr(run: Manifest) -> Manifest:

@@ -1,10 +1,12 @@
 """What status keeps of an attempt that was halted or failed."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
-from ling_operator.api import Evidence, TrainingRun
-from ling_operator.evidence import ENDS_KEPT
+from ling_operator.api import Evidence, TrainingRun, dump
+from ling_operator.bounded_text import last_lines
+from ling_operator.evidence import ENDS_KEPT, LOG_BYTES, LOG_LINES
 from ling_operator.plan import LogSource, LogTail, Plan, SetSuspend
 
 PAGE_HALT: dict[str, Any] = {"trainerStops": False}
@@ -121,6 +123,28 @@ def test_a_halt_after_a_failure_keeps_the_log_that_was_read_then(scene: Any) -> 
     assert plan.status.phase == "Halted"
     assert evidence_of(plan).log == ("the trace",)
     assert [end.exit_code for end in evidence_of(plan).ended] == [1, 90]
+
+
+def test_ten_attempts_that_said_all_they_could_fit_into_forty_kilobytes(scene: Any) -> None:
+    run = scene.running(health=PAGE_HALT)
+    for attempt in range(1, 12):
+        uid = f"js-{attempt}"
+        crash = {"host": "h" * 63, "message": "m" * 512, "end_reason": "OOMKilled"}
+        crash |= {"job_set_uid": uid, "attempt": attempt}
+        pods = tuple(
+            replace(scene.exited(90, i), name=f"{'n' * 60}-{i}", **crash) for i in range(64)
+        )
+        log = LogTail("pod-0", last_lines("\u20ac" * 40_000, lines=LOG_LINES, limit=LOG_BYTES))
+        jobset = scene.jobset(uid=uid, attempt=attempt)
+        run = scene.after(
+            run, scene.reconcile(scene.observed(run, jobset=jobset, pods=pods, log=log))
+        )
+        spec = run.spec.model_copy(update={"attempt": attempt + 1})
+        run = run.model_copy(update={"spec": spec})
+        run = scene.after(run, scene.reconcile(scene.observed(run)))
+    assert len(run.status.attempts) == 10
+    size = len(json.dumps(dump(run.status)["attempts"], ensure_ascii=False).encode())
+    assert 20_000 < size < 40_000
 
 
 def test_only_the_newest_attempts_keep_their_evidence_in_full(scene: Any) -> None:
