@@ -60,7 +60,12 @@ def test_a_nan_of_one_step_between_two_scrapes_reaches_the_web_hook(
         web_hook = stack.enter_context(WebHook(loopback.control_plane))
         own, other = (f"{loopback.control_plane}:{port}" for port in loopback.free_ports(2))
         alertmanager = Alertmanager(
-            programs, tmp_path, address=other, web_hook=web_hook.url, session=cluster_session
+            programs,
+            tmp_path,
+            address=other,
+            web_hook=web_hook.url,
+            inhibit_rules=_documented_inhibitions(repository),
+            session=cluster_session,
         )
         stack.callback(alertmanager.stop)
         prometheus = Prometheus(
@@ -136,6 +141,14 @@ def _by_process(pods: list[Manifest]) -> list[Manifest]:
 
 def _rule_files(repository: Path) -> list[Path]:
     return sorted((repository / "charts" / "ling-operator" / "rules").glob("*.yaml"))
+
+
+def _documented_inhibitions(repository: Path) -> list[dict[str, Any]]:
+    """Return what docs/operations.md tells people to give their Alertmanager."""
+    text = (repository / "docs" / "operations.md").read_text()
+    found = re.search(r"```yaml\n(inhibit_rules:.*?)```", text, re.DOTALL)
+    assert found is not None
+    return yaml.safe_load(found[1])["inhibit_rules"]
 
 
 def _naive_rules(folder: Path) -> Path:

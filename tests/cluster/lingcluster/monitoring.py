@@ -78,11 +78,19 @@ class Alertmanager(Process):
       folder: for its configuration, data and log.
       address: HOST:PORT where it listens.
       web_hook: where it posts.
+      inhibit_rules: of its configuration.
       session: owner of the process.
     """
 
     def __init__(
-        self, programs: Programs, folder: Path, *, address: str, web_hook: str, session: Session
+        self,
+        programs: Programs,
+        folder: Path,
+        *,
+        address: str,
+        web_hook: str,
+        inhibit_rules: Sequence[Mapping[str, Any]],
+        session: Session,
     ) -> None:
         self.address = address
         route = {
@@ -94,7 +102,8 @@ class Alertmanager(Process):
         }
         receiver = {"name": "page", "webhook_configs": [{"url": web_hook, "send_resolved": True}]}
         config = folder / "alertmanager.yml"
-        config.write_text(yaml.safe_dump({"route": route, "receivers": [receiver]}))
+        content = {"route": route, "receivers": [receiver], "inhibit_rules": [*inhibit_rules]}
+        config.write_text(yaml.safe_dump(content))
         super().__init__(
             "alertmanager",
             [
