@@ -102,6 +102,16 @@ class OperatorProcess(Process):
             error.close()
             return False
 
+    def unready(self, words: str) -> str | None:
+        """Return what /readyz says if it is not ready and these words are among it."""
+        try:
+            with urllib.request.urlopen(f"http://{self.addresses.probes}/readyz", timeout=5):
+                return None
+        except urllib.error.HTTPError as error:
+            said = error.read().decode()
+            error.close()
+            return said if words in said else None
+
     def metrics(self) -> str:
         """Return the page of its own metrics."""
         with urllib.request.urlopen(
