@@ -2,7 +2,9 @@
 
 import argparse
 import asyncio
+import contextlib
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -35,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the operator until SIGTERM (code 0), a dead task (1) or a wrong setting (2)."""
     options = _parse(arguments)
     log_json(level=options.log_level)
+    _allow_connections()
     try:
         connection = discover(options.kubeconfig)
     except NoClusterError as error:
@@ -90,6 +93,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--log-level", choices=["debug", "info", "warning", "error"], default="info"
     )
     return parser.parse_args(arguments)
+
+
+def _allow_connections() -> None:
+    """Raise the limit of open files to what the system allows: each run keeps a connection."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _own_namespace() -> str:

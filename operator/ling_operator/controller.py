@@ -141,7 +141,7 @@ class Controller:
         self._queue.add(job.key, urgent=isinstance(result, HealthSample) and result.is_nonfinite)
 
     async def _read_heartbeat(self, session: ScrapeSession, job: ScrapeJob) -> None:
-        result = await scrape(session, job.target)
+        result = await scrape(session, job.target, again_soon=False)
         if isinstance(result, HealthSample) and result.heartbeat is not None:
             beat = Heartbeat(
                 host=job.host,

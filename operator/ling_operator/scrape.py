@@ -82,28 +82,44 @@ class ScrapeSession:
 
     def __init__(self) -> None:
         self.places = asyncio.Semaphore(MAX_AT_ONCE)
-        self.http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
-            headers=_HEADERS,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self.http = _client(aiohttp.TCPConnector(limit=0))
+        # Of hosts that are read once a minute thousands of idle connections would be kept.
+        self.http_once = _client(aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.http.close()
+        await self.http_once.close()
 
 
-async def scrape(session: ScrapeSession, target: ScrapeTarget) -> HealthSample | ScrapeFailure:
-    """Read one page: at most 3 s, at most 256 KiB, and only if it is the asked pod's."""
+def _client(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers=_HEADERS,
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+async def scrape(
+    session: ScrapeSession, target: ScrapeTarget, *, again_soon: bool = True
+) -> HealthSample | ScrapeFailure:
+    """Read one page: at most 3 s, at most 256 KiB, and only if it is the asked pod's.
+
+    Args:
+      session: the connections.
+      target: the page.
+      again_soon: keep the connection for the next read.
+    """
+    http = session.http if again_soon else session.http_once
     try:
         async with (
             session.places,
             asyncio.timeout(TIMEOUT_SECONDS),
-            session.http.get(target.url, allow_redirects=False) as answer,
+            http.get(target.url, allow_redirects=False) as answer,
         ):
             if answer.status != HTTPStatus.OK:
                 return _failure("BadStatus", target, f"answered HTTP {answer.status}")

@@ -386,3 +386,26 @@ def test_a_thousand_targets_cost_less_than_a_second_of_cpu(repository: Path) -> 
     assert found["scrape_cpu_seconds"]["new_connections"]["median"] < 1
     parse = found["parse_cpu_seconds"]
     assert parse["read_page"]["median"] * 3 < parse["prometheus_client"]["median"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("again_soon", [True, False])
+async def test_a_connection_is_kept_only_for_a_page_that_is_read_again_soon(
+    again_soon: bool,
+) -> None:
+    open_connections: set[asyncio.StreamWriter] = set()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_connections.add(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(PAGE)}\r\n\r\n{PAGE}".encode())
+        await reader.read()  # until the other side closes
+        open_connections.remove(writer)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server, ScrapeSession() as session:
+        port = server.sockets[0].getsockname()[1]
+        await scrape(session, target(port), again_soon=again_soon)
+        await asyncio.sleep(0.1)
+        assert len(open_connections) == int(again_soon)
