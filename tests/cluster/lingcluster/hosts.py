@@ -13,19 +13,23 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class HostsEntry:
-    """One pod's line, and the file its containers see."""
+    """One pod's line, and the file its containers see.
+
+    Attributes:
+      hostname: inside; on hostNetwork the node's.
+      record: the pod's name in its Service, which is its own on hostNetwork too; "" without one.
+    """
 
     namespace: str
     address: str
     hostname: str
+    record: str
     subdomain: str
     file: Path
 
     def names(self) -> str:
         """Return the names that a pod of the namespace resolves, the full one first."""
-        if not self.subdomain:
-            return self.hostname
-        short = f"{self.hostname}.{self.subdomain}"
+        short = f"{self.record}.{self.subdomain}"
         service = f"{short}.{self.namespace}.svc"
         return f"{service}.cluster.local {service} {short}.{self.namespace} {short}"
 
@@ -49,7 +53,7 @@ class HostsFiles:
 
     def _write(self, namespace: str) -> None:
         members = [entry for entry in self._entries.values() if entry.namespace == namespace]
-        peers = [f"{entry.address} {entry.names()}" for entry in members if entry.subdomain]
+        peers = [f"{entry.address} {entry.names()}" for entry in members if entry.record]
         for entry in members:
             own = f"{entry.address} {entry.hostname}"
             _overwrite(entry.file, "\n".join(["127.0.0.1 localhost", own, *peers, ""]))

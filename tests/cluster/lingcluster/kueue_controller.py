@@ -129,7 +129,9 @@ def register_webhooks(
     )
 
 
-def make_queue(client: KubeClient, namespace: str, name: str, *, pods: int) -> None:
+def make_queue(
+    client: KubeClient, namespace: str, name: str, *, pods: int, chips: int = 0
+) -> None:
     """Make a LocalQueue of a namespace with a ClusterQueue of its own: a quota of pods.
 
     Args:
@@ -137,7 +139,9 @@ def make_queue(client: KubeClient, namespace: str, name: str, *, pods: int) -> N
       namespace: of the LocalQueue.
       name: of the LocalQueue; the ClusterQueue is called <namespace>-<name>.
       pods: how many may run at once.
+      chips: of google.com/tpu that they may have; 0 admits no pod that asks for any.
     """
+    quotas = {"pods": pods} | ({"google.com/tpu": chips} if chips else {})
     shared = f"{namespace}-{name}"
     flavor = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor"}
     client.apply(f"{QUEUES}/resourceflavors/any", flavor | {"metadata": {"name": "any"}})
@@ -150,11 +154,14 @@ def make_queue(client: KubeClient, namespace: str, name: str, *, pods: int) -> N
             "preemption": {"withinClusterQueue": "LowerPriority"},
             "resourceGroups": [
                 {
-                    "coveredResources": ["pods"],
+                    "coveredResources": list(quotas),
                     "flavors": [
                         {
                             "name": "any",
-                            "resources": [{"name": "pods", "nominalQuota": pods}],
+                            "resources": [
+                                {"name": resource, "nominalQuota": quota}
+                                for resource, quota in quotas.items()
+                            ],
                         }
                     ],
                 }

@@ -207,7 +207,8 @@ class NodeAgent:
             namespace,
             addresses.process,
             hostname(pod),
-            spec.get("subdomain", "") if spec.get("hostname") else "",
+            spec.get("hostname", "") if spec.get("subdomain") else "",
+            spec.get("subdomain", ""),
             hosts_file(directory),
         )
         self._hosts.add(uid, entry)

@@ -46,6 +46,7 @@ DEFAULT_POOLS = (
     NodePool("cpu", 4),
     tpu_pool("v6e-a", accelerator="tpu-v6e-slice", topology="4x4", hosts=4, chips=4),
     tpu_pool("v6e-b", accelerator="tpu-v6e-slice", topology="4x4", hosts=4, chips=4),
+    tpu_pool("tpu7x-a", accelerator="tpu7x", topology="2x2x2", hosts=2, chips=4),
 )
 
 

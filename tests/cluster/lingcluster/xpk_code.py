@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
-import io
 import json
 import os
 import shlex
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,29 +72,47 @@ def fetch(folder: Path) -> Path:
     return code
 
 
-def call(code: Path, function: str, arguments: Mapping[str, Any], **environment: str) -> Any:
-    """Call one of xpk's functions with parsed arguments, in a process of its own.
+@dataclass(frozen=True)
+class Called:
+    """What became of a call.
+
+    Attributes:
+      result: what the function returned, or its exit code.
+      commands: of the shell, in order.
+      printed: all that it said.
+    """
+
+    result: Any
+    commands: list[str]
+    printed: str
+
+
+def call(
+    code: Path, function: str, *arguments: Any, environment: Mapping[str, str] | None = None
+) -> Called:
+    """Call one of xpk's functions, in a process of its own; only kubectl's commands are run.
 
     Args:
       code: see `fetch`.
       function: dotted, such as xpk.core.workload.get_workload_list.
-      arguments: attributes of the one argument.
+      arguments: of the function; a mapping is what the command line was parsed to.
       environment: of the process, beside this one's.
 
-    Returns: {"result": as JSON, "printed": what it said, "commands": those it ran}.
+    Raises:
+      RuntimeError: it ended otherwise than by returning or exiting.
     """
     program = [sys.executable, __file__, str(code), "--call", function]
     done = subprocess.run(
         program,
-        input=json.dumps(dict(arguments)),
-        env={**os.environ, **environment},
+        input=json.dumps(arguments),
+        env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(program)}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout)
+    return Called(**json.loads(done.stdout), printed=done.stderr)
 
 
 class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -110,6 +128,7 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         stub = mock.MagicMock(name=spec.name)
         stub.__path__ = []
+        stub.get_version.return_value = VERSION  # setuptools_scm's, which it compares
         return stub
 
     def exec_module(self, module: ModuleType) -> None:
@@ -137,8 +156,13 @@ def shapes(code: Path) -> Iterator[str]:
 
 
 def _call(code: Path, function: str) -> None:
-    """Call a function; commands that are not kubectl's are not run but answered with nothing."""
-    arguments = argparse.Namespace(**json.load(sys.stdin))
+    """Call a function; a command without kubectl is not run but taken to have said nothing."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what it prints, and what its commands print, is no answer
+    arguments = [
+        argparse.Namespace(**each) if isinstance(each, dict) else each
+        for each in json.load(sys.stdin)
+    ]
     ran: list[str] = []
     popen = subprocess.Popen
 
@@ -148,25 +172,20 @@ def _call(code: Path, function: str) -> None:
         return popen(command if "kubectl" in text else "true", *args, **options)
 
     module, name = function.rsplit(".", 1)
-    printed = io.StringIO()
-    with (
-        contextlib.redirect_stdout(printed),
-        mock.patch.object(subprocess, "Popen", side_effect=start),
-    ):
+    with mock.patch.object(subprocess, "Popen", side_effect=start):
         try:
-            result = getattr(_load(code, module), name)(arguments)
+            result = getattr(_load(code, module), name)(*arguments)
         except SystemExit as ended:
             result = ended.code
-    sys.stdout.write(
-        json.dumps({"result": result, "printed": printed.getvalue(), "commands": ran})
-    )
+    json.dump({"result": result, "commands": ran}, answer)
+    answer.close()
 
 
 def main() -> None:
     """Print the table of shapes, or call a function."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="the wheel's content")
-    parser.add_argument("--call", help="a function of one argument, read as JSON from stdin")
+    parser.add_argument("--call", help="a function; its arguments are read as JSON from stdin")
     arguments = parser.parse_args()
     if arguments.call:
         _call(arguments.directory, arguments.call)
