@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,13 +62,15 @@ def run_xpk(shell: dict[str, str], namespace: str, repository: Path) -> Callable
 
 
 @pytest.fixture(scope="session")
-def xpk() -> Path:
+def xpk(request: pytest.FixtureRequest) -> Path:
     """xpk's code. Without it: skipped, and said loudly."""
     try:
         return xpk_code.fetch(CACHE)
     except xpk_code.XpkUnavailableError as problem:
-        message = f"NOT TESTED: xpk's own code; only its command strings are: {problem}"
-        warnings.warn(pytest.PytestWarning(message), stacklevel=1)
+        message = f"NOT TESTED: xpk's own code, only its command strings: {problem}"
+        reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(f"\n{message}", red=True, bold=True)
         pytest.skip(message)
 
 
