@@ -7,12 +7,12 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ling_operator.api import API_VERSION, GROUP, KIND, PLURAL, VERSION, TrainingRun, dump
 from ling_operator.caches import JOBSET_GROUP, Caches, collection
+from ling_operator.own_writes import OwnWrites
 from ling_operator.plan import (
     STEADY_WRITE,
     Action,
@@ -29,45 +29,20 @@ from ling_operator.plan import (
 from ling_operator.pod_logs import LogReader
 from ling_operator.reflector import Key
 from ling_operator.rest import ApiError, JsonObject, RestClient
-from ling_operator.run_view import RunView, view_run
+from ling_operator.run_view import view_run
 from ling_operator.runnable import jobset_name
 from ling_operator.scrape import ScrapeFailure
 from ling_operator.verdict import HealthSample, Heartbeat
-from ling_operator.views import JobSetView, view_jobset
+from ling_operator.views import view_jobset
 from ling_trainer.schema import ConfigError
 
 OLDEST_EVENT = timedelta(minutes=50)  # the API server keeps events for an hour
-_CREATED_SECONDS = 30.0
-_REPLACED_KEPT = 16
 _NOTE_BYTES = 1024
 _STEADY_WRITERS = 4
 _SMOOTHING = 0.05
 _REPORTER = f"{GROUP}/ling-operator"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """Our own status writes, until the watch brings them.
-
-    While a watch is silent one follows another: each needs the version that the last one made.
-
-    Attributes:
-      before: versions of the object that we replaced, the oldest first.
-      after: the object as of the last write.
-    """
-
-    before: tuple[str, ...]
-    after: RunView
-
-
-@dataclass(frozen=True, slots=True)
-class _Created:
-    """A JobSet that we made, until the watch brings it."""
-
-    jobset: JobSetView
-    until: float
 
 
 class Cluster:
@@ -85,8 +60,7 @@ class Cluster:
         self._now = now
         self._put_seconds = 0.0
         self._instance = socket.gethostname()
-        self._written: dict[Key, _Written] = {}
-        self._created: dict[Key, _Created] = {}
+        self._own = OwnWrites()
         self._refused: dict[Key, tuple[int, str]] = {}
         self._denied: dict[Key, str] = {}
         self._samples: dict[Key, HealthSample] = {}
@@ -126,7 +100,7 @@ class Cluster:
           ConfigError: its status cannot be read, so nothing may be decided.
         """
         key = namespace, name
-        view = self._run(key)
+        view = self._own.newest_run(key, self._caches.run(key))
         if view is None:
             self._forget(key)
             return None
@@ -134,7 +108,7 @@ class Cluster:
         if run is None:
             raise ConfigError(view.problem)
         attempt, message = self._refused.get(key, (0, None))
-        jobset = self._jobset(key)
+        jobset = self._own.newest_jobset(key, self._caches.jobset(key))
         return Observed(
             run=run,
             spec_error=view.problem,
@@ -192,28 +166,6 @@ class Cluster:
         """Return what the API server refuses of what a run needs, creating its JobSet apart."""
         return self._denied.get(key) or self._caches.refusal
 
-    def _run(self, key: Key) -> RunView | None:
-        """Return the run, with our last status write even before the watch shows it."""
-        seen = self._caches.run(key)
-        written = self._written.get(key)
-        if seen is None or written is None:
-            return seen
-        if seen.run is not None and seen.run.metadata.resource_version in written.before:
-            return written.after
-        del self._written[key]
-        return seen
-
-    def _jobset(self, key: Key) -> JobSetView | None:
-        """Return the JobSet, the one we just made even before the watch shows it."""
-        seen = self._caches.jobset(key)
-        created = self._created.get(key)
-        if created is None:
-            return seen
-        if seen is None and time.monotonic() < created.until:
-            return created.jobset
-        del self._created[key]
-        return seen
-
     async def _write_status(self, key: Key, observed: Observed, plan: Plan) -> None:
         """PUT the status; a stale resourceVersion, or another object, is refused with 409."""
         metadata = observed.run.metadata
@@ -232,13 +184,7 @@ class Cluster:
         began = time.monotonic()
         after = view_run(await self._client.put(path, body))
         self._put_seconds += _SMOOTHING * (time.monotonic() - began - self._put_seconds)
-        earlier = self._written.get(key)
-        replaced: tuple[str, ...] = ()
-        if earlier is not None and earlier.after.version == metadata.resource_version:
-            # The cache still holds the first of them; of the rest a few will do.
-            replaced = (*earlier.before[:1], *earlier.before[1:][-_REPLACED_KEPT:])
-        before = (*replaced, metadata.resource_version)
-        self._written[key] = _Written(before=before, after=after)
+        self._own.wrote_status(key, replaced=metadata.resource_version, after=after)
 
     def _steady_write(self) -> timedelta:
         """Return how often progress is written: a slow API server gets fewer of such writes.
@@ -281,8 +227,7 @@ class Cluster:
                 self._refused[key] = run.spec.attempt, error.message + hint
             raise
         self._refused.pop(key, None)
-        until = time.monotonic() + _CREATED_SECONDS
-        self._created[key] = _Created(view_jobset(created), until)
+        self._own.created_jobset(key, view_jobset(created))
 
     async def _tell(self, key: Key, run: TrainingRun, event: Event) -> None:
         """Post an event unless the API server has it; its name is the transition's."""
@@ -323,8 +268,6 @@ class Cluster:
     def _forget(self, key: Key) -> None:
         """Drop what is remembered of a run that is gone."""
         memories: tuple[dict[Key, Any], ...] = (
-            self._written,
-            self._created,
             self._refused,
             self._denied,
             self._samples,
@@ -335,6 +278,7 @@ class Cluster:
         )
         for memory in memories:
             memory.pop(key, None)
+        self._own.forget(key)
 
 
 def _runs(namespace: str) -> str:
