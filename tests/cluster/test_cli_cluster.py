@@ -88,6 +88,7 @@ def followed(ling: Plugin) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_kubectl_ling_lists_watches_and_refuses_as_kubectl_does(
     runs: TrainingRuns,
     start_operator: StartOperator,
@@ -136,6 +137,7 @@ def test_kubectl_ling_lists_watches_and_refuses_as_kubectl_does(
     assert "NAME" not in out
 
 
+@pytest.mark.slow
 def test_logs_are_followed_over_a_restart_to_the_end_of_the_run(
     runs: TrainingRuns,
     start_operator: StartOperator,
