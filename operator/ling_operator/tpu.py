@@ -197,13 +197,14 @@ def _of_size(generation: Generation, size: int, accelerator: str) -> tuple[str, 
 
 def _only(generation: Generation, fitting: tuple[str, ...], accelerator: str) -> str:
     """Return the topology that a type means; the most compact one is the first."""
-    if _chips(fitting[0]) not in generation.compact and len(fitting) > 1:
+    compact = fitting[0]
+    if len(fitting) > 1 and _chips(compact) not in generation.compact:
         msg = (
             f"spec.tpu.accelerator={accelerator} comes as {_listing(fitting)}; set "
             "spec.tpu.topology to the one of your node pools"
         )
         raise ConfigError(msg)
-    return fitting[0]
+    return compact
 
 
 def _shape(generation: Generation, topology: str, containers: int) -> SliceShape:
