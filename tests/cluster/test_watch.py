@@ -230,8 +230,9 @@ def test_a_watched_run_ends_as_its_jobset_does_and_90_of_any_container_is_diverg
     failed = find_condition(broken, "Failed") or {}
     assert failed["reason"] == "JobSetFailed"
     assert failed["message"].startswith("FailJobSetFailurePolicyAction: ")
-    for way in ways:
+    for way in ("done", "broken"):
         assert not launcher.jobset(f"js-{way}")["spec"].get("suspend")
+    assert launcher.jobset("js-diverged"), "suspended or failed by then, but not deleted"
 
 
 def _workload(runs: TrainingRuns, uid: str) -> Manifest:
