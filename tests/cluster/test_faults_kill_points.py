@@ -168,13 +168,14 @@ class Life:
 
 
 def _jobset(jobset: Manifest) -> tuple[str, int]:
-    """Say whether a JobSet runs, and how often it has restarted.
+    """Say whether a JobSet runs, and how many restarts it has spent.
 
     One that failed by the trainer's exit code before the operator came back needs no suspending.
+    JobSet's `restarts` counts some resumes as well; those are not spent.
     """
     status = jobset.get("status", {})
     stopped = jobset["spec"].get("suspend") or status.get("terminalState")
-    return "stopped" if stopped else "runs", status.get("restarts", 0)
+    return "stopped" if stopped else "runs", status.get("restartsCountTowardsMax", 0)
 
 
 @pytest.fixture
