@@ -167,6 +167,8 @@ class PodWorker:
         del self.containers[record.name]
         message = termination_message(container, self.directory, code)
         record.state = Terminated(code, started_at, now(), message, container_id)
+        if self.containers and not self._stopping.is_set():
+            await self._publish()  # the pod goes on with its other containers
 
     async def _start(self, container: Manifest) -> ContainerProcess:
         spec = container_spec(self.pod, container, self.node, self.addresses, self.directory)
