@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from lingcluster.client import wait_for
 from lingcluster.kubelet import ProcessKubelet
 from lingcluster.operator_process import StartOperator
@@ -49,6 +51,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_two_containers_a_host_form_one_group_and_the_end_of_one_of_them_halts_the_run(
     runs: TrainingRuns,
     start_operator: StartOperator,

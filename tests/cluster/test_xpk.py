@@ -147,6 +147,7 @@ def test_xpks_commands_find_describe_wait_for_and_delete_a_run(
     assert runs.client.find(f"{runs.jobsets}/long-run") is None, "nobody makes it anew"
 
 
+@pytest.mark.slow
 def test_xpks_own_code_lists_waits_for_and_deletes_a_run_with_those_commands(
     runs: TrainingRuns,
     start_operator: StartOperator,
