@@ -20,6 +20,7 @@ from lingcluster.watch import Recording, terminations
 from lingcluster.workloads import jobset
 
 PAUSES = 5
+GRACE_SECONDS = 60  # a busy machine makes 3 s long
 SURVIVORS = ("good", "crashing", "xpk-good")
 SLOW_END = "trap 'sleep 3; exit {code}' TERM; while true; do sleep 0.1; done"
 
@@ -82,10 +83,18 @@ def test_five_pauses_of_slow_pods_fail_only_xpks_jobset_whose_trainer_ends_with_
     kubelet.timing.stop_delay, kubelet.timing.final_delay = 1.0, 2.0
     start_operator()
     slow = {"SIGTERM_SECONDS": "3"}
-    runs.apply(scripted_run("good", restarts=0, env=slow))
-    runs.apply(scripted_run("crashing", restarts=0, env={**slow, "SIGTERM_EXIT": "1"}))
+    for name, code in (("good", 143), ("crashing", 1)):
+        run = scripted_run(name, restarts=0, env={**slow, "SIGTERM_EXIT": str(code)})
+        run["spec"]["template"]["terminationGracePeriodSeconds"] = GRACE_SECONDS
+        runs.apply(run)
     for name, code in (("xpk-good", 143), ("xpk-crashing", 1)):
-        theirs = jobset(name, SLOW_END.format(code=code), max_restarts=0, fail_on_final_codes=True)
+        theirs = jobset(
+            name,
+            SLOW_END.format(code=code),
+            grace=GRACE_SECONDS,
+            max_restarts=0,
+            fail_on_final_codes=True,
+        )
         runs.client.create(runs.jobsets, theirs)
         runs.apply(training_run(name, {"watch": {"jobSet": name}}))
     runs.wait_phase("xpk-crashing", "Running")
