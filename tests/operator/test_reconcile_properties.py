@@ -137,7 +137,8 @@ class Cluster:
         if not zero:
             return
         self.bad_pages += kind != "good"
-        self.seconds += 0.1  # no two pages are of one moment
+        self.seconds += 0.1  # no two pages are of one moment, or of one step
+        self.step += 1
         make = self.scene.nan_sample if kind == "nan" else self.scene.sample
         uid, time = zero[-1].uid, self.scene.at(self.seconds)
         series = {"lm_loss": 0.0} if kind == "zero loss" else {}
@@ -231,9 +232,13 @@ class WatchedCluster(Cluster):
             self.jobset = self.scene.jobset(**launched)
 
     def relaunch(self) -> None:
-        """Let another JobSet take the place of one that has ended or is going."""
-        jobset = self.jobset
-        if jobset is None or jobset.terminal or jobset.deleting:
+        """Let another JobSet take the place of one that has ended, is going, or was not watched.
+
+        What the last of these has shown so far rightly halts the attempt that comes upon it.
+        """
+        jobset, watched = self.jobset, {a.job_set_uid for a in self.run.status.attempts}
+        ended = jobset is None or jobset.terminal or jobset.deleting
+        if jobset is None or ended or jobset.uid not in watched:
             self.jobset, self.pods = None, []
             self.launch()
 
