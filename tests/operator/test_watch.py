@@ -204,6 +204,18 @@ def test_a_new_attempt_waits_for_the_last_pod_of_a_stopped_one(story: Watch) -> 
     assert story.condition("Suspended") == ("False", "Resuming")
 
 
+def test_an_attempt_raised_twice_before_the_stopped_one_is_at_rest_waits_too(
+    story: Watch,
+) -> None:
+    story.see(4, sample=story.page(4, 12, nan=True))
+    for attempt in (2, 3):
+        story.edit(attempt=attempt)
+        story.see(4 + attempt)
+        assert story.condition("Created") == ("False", "WaitingForPrevious")
+    story.see(8, **story.launched(suspended=True) | {"pods": ()})
+    assert (story.status.phase, story.status.job_set_uid) == ("Starting", "js-1")
+
+
 def test_an_attempt_raised_while_the_run_is_well_stops_nothing(story: Watch) -> None:
     story.see(4, sample=story.page(4, 12))
     story.edit(attempt=2)
