@@ -184,7 +184,7 @@ def measure_operator(bench: Bench) -> dict[str, Any]:
     created = time.monotonic() - began
 
     def running() -> bool:
-        phases = series(operator.metrics(), "ling_run_phase", phase="Running")
+        phases = series(_page(operator), "ling_run_phase", phase="Running")
         return len(phases) == len(bench.names)
 
     while not running():  # a page of a thousand runs is not free
@@ -193,9 +193,9 @@ def measure_operator(bench: Bench) -> dict[str, Any]:
     ramp_up = time.monotonic() - began
     print(f"created in {created:.0f} s, all running after {ramp_up:.0f} s", flush=True)
     time.sleep(bench.settle_seconds)
-    before = operator.metrics()
+    before = _page(operator)
     result = bench.measure(operator, user=operator_process.USER)
-    after = operator.metrics()
+    after = _page(operator)
     wait, work = "ling_operator_queue_wait_seconds", "ling_operator_reconcile_seconds"
     result |= {
         "ramp_up_seconds": round(ramp_up),
@@ -209,6 +209,11 @@ def measure_operator(bench: Bench) -> dict[str, Any]:
     }
     operator.stop()
     return result
+
+
+def _page(operator: OperatorProcess) -> str:
+    """Return its own metrics; it may be too busy for them at once."""
+    return wait_for("the operator's page", operator.metrics, timeout=120)
 
 
 def measure_kopf(bench: Bench, folder: Path) -> dict[str, Any]:
