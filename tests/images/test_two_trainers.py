@@ -40,6 +40,7 @@ def test_sigterm_to_one_of_two_checkpoints_the_last_logged_step_in_both(
         steps=STEPS,
     )
     run["spec"]["run"]["runName"] = "pair"
+    run["spec"]["run"]["metrics"] = {"metricsPort": 0}  # the network is the machine's
     run["spec"]["run"]["checkpoint"]["checkpointPeriod"] = STEPS
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
