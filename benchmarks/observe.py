@@ -1,4 +1,4 @@
-"""What a process costs, and what its histograms say, between two looks."""
+"""What a process costs, and what its histograms say, between two looks; and the table's row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -83,3 +83,27 @@ def _at(buckets: Sequence[tuple[float, float]], q: float) -> float:
             )
         low, below = bound, count
     return low
+
+
+def row(result: dict[str, Any]) -> str:
+    """Return the sentence of the table in README.md."""
+    ours, load = result["ling-operator"], result["load"]
+    latency, wait = ours["nan_to_deleting_seconds"], ours["queue_wait_seconds"]
+    text = (
+        f"{load['runs']} runs of {load['hosts']} hosts and {load['wide_runs']} of "
+        f"{load['wide_hosts']}, "
+        f"{load['pods']} pods: {ours['cpu_cores']:.2f} cores, {ours['rss_peak_mb']} MB, "
+        f"{ours['api_writes_per_second']} writes/s; a run waits {wait['p50']} s for its pass "
+        f"(p99 {wait['p99']} s) of {ours['reconcile_seconds']['p50']} s "
+        f"(p99 {ours['reconcile_seconds']['p99']} s); from a NaN to pods being deleted "
+        f"{latency['p50']} s (p99 {latency['p99']} s) at "
+        f"{result['scrape_interval_seconds']} s between scrapes"
+    )
+    if kopf := result.get("kopf"):
+        text += (
+            f". A skeleton on kopf: {kopf['cpu_cores']:.2f} cores, {kopf['rss_peak_mb']} MB, "
+            f"{kopf['api_writes_per_second']} writes/s, "
+            f"{kopf['nan_to_deleting_seconds']['p50']} s "
+            f"(p99 {kopf['nan_to_deleting_seconds']['p99']} s)"
+        )
+    return text

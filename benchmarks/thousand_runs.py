@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_hosts
-from observe import Usage, histogram_quantiles, quantile, series
+from observe import Usage, histogram_quantiles, quantile, row, series
 from provenance import provenance
 
 from lingcluster import operator_process
@@ -268,28 +268,6 @@ def measure_all(options: argparse.Namespace, plane: fake_hosts.BusyPlane) -> dic
     return {**found, "load_average": os.getloadavg()[0]}
 
 
-def row(result: dict[str, Any]) -> str:
-    """Return the sentence of the table."""
-    ours, load = result["ling-operator"], result["load"]
-    latency, wait = ours["nan_to_deleting_seconds"], ours["queue_wait_seconds"]
-    text = (
-        f"{load['runs']} runs of {HOSTS} hosts and {load['wide_runs']} of {WIDE_HOSTS}, "
-        f"{load['pods']} pods: {ours['cpu_cores']:.2f} cores, {ours['rss_peak_mb']} MB, "
-        f"{ours['api_writes_per_second']} writes/s; a run waits {wait['p50']} s for its pass "
-        f"(p99 {wait['p99']} s) of {ours['reconcile_seconds']['p50']} s "
-        f"(p99 {ours['reconcile_seconds']['p99']} s); from a NaN to pods being deleted "
-        f"{latency['p50']} s (p99 {latency['p99']} s) at {SCRAPE_SECONDS} s between scrapes"
-    )
-    if kopf := result.get("kopf"):
-        text += (
-            f". A skeleton on kopf: {kopf['cpu_cores']:.2f} cores, {kopf['rss_peak_mb']} MB, "
-            f"{kopf['api_writes_per_second']} writes/s, "
-            f"{kopf['nan_to_deleting_seconds']['p50']} s "
-            f"(p99 {kopf['nan_to_deleting_seconds']['p99']} s)"
-        )
-    return text
-
-
 def _pods(options: argparse.Namespace) -> int:
     return options.runs * HOSTS + options.wide * WIDE_HOSTS
 
@@ -302,7 +280,13 @@ def main() -> None:
     result: dict[str, Any] = {
         "question": f"an operator's cost and latency with runs of {pods} pods",
         **provenance("aiohttp", "pydantic", "prometheus-client"),
-        "load": {"runs": options.runs, "wide_runs": options.wide, "pods": pods},
+        "load": {
+            "runs": options.runs,
+            "hosts": HOSTS,
+            "wide_runs": options.wide,
+            "wide_hosts": WIDE_HOSTS,
+            "pods": pods,
+        },
         "real": "etcd, API server, scheduler, Job controller, JobSet's controller, metrics pages",
         "fake": f"all {pods} pods and their nodes are KWOK's",
         "flags": {name: list(flags) for name, flags in fake_hosts.FLAGS.items()},
