@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lingcluster.client import Manifest, find_condition
+from lingcluster.client import Manifest, find_condition, wait_for
 from lingcluster.fault_table import FaultTable
 from lingcluster.journal import kept_checkpoints
 from lingcluster.kubelet import ProcessKubelet
@@ -22,7 +22,7 @@ from lingcluster.workloads import jobset
 PAUSES = 5
 GRACE_SECONDS = 60  # a busy machine makes 3 s long
 SURVIVORS = ("good", "crashing", "xpk-good")
-SLOW_END = "trap 'sleep 3; exit {code}' TERM; while true; do sleep 0.1; done"
+SLOW_END = "trap 'sleep 3; exit {code}' TERM; echo ready; while true; do sleep 0.1; done"
 
 
 @pytest.mark.slow
@@ -101,14 +101,14 @@ def test_five_pauses_of_slow_pods_fail_only_xpks_jobset_whose_trainer_ends_with_
     began = time.monotonic()
     with Recording(runs.client.identity, runs.pods_path) as pods:
         for _ in range(PAUSES):
-            _wait_running(runs)
+            _wait_running(runs, kubelet)
             for name in (*SURVIVORS, "xpk-crashing"):
                 runs.edit(name, suspend=True)
             for name in SURVIVORS:
                 runs.wait_condition(name, "Suspended", "True", "SuspendRequested")
             for name in (*SURVIVORS, "xpk-crashing"):
                 runs.edit(name, suspend=False)
-        _wait_running(runs)
+        _wait_running(runs, kubelet)
         ends = terminations(pods.changes)
     seconds = time.monotonic() - began
     for name, code in (("good", 143), ("crashing", 1), ("xpk-good", 143)):
@@ -130,6 +130,15 @@ def test_five_pauses_of_slow_pods_fail_only_xpks_jobset_whose_trainer_ends_with_
     )
 
 
-def _wait_running(runs: TrainingRuns) -> None:
+def _wait_running(runs: TrainingRuns, kubelet: ProcessKubelet) -> None:
+    """Wait until all run, and answer SIGTERM: process 1 ignores it until it has a handler."""
     for name in SURVIVORS:
         runs.wait_phase(name, "Running")
+    for pod in runs.client.items(runs.pods_path):
+        if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]:
+            name = pod["metadata"]["name"]
+            wait_for(
+                f"a word of {name}",
+                lambda name=name: kubelet.log(runs.namespace, name),
+                timeout=120,
+            )
