@@ -39,6 +39,8 @@ def test_kubectl_logs_reads_a_pod_from_the_process_kubelet_and_follows_it_to_its
         },
     }
     runs.client.create(runs.pods_path, body)
+    one = f"{runs.pods_path}/one"
+    wait_for("it to run", lambda: runs.client.get(one)["status"]["phase"] != "Pending")
     wait_for(
         "the first line", lambda: "1" in control_plane.kubectl("logs", "one", "-n", namespace)
     )
