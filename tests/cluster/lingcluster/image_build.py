@@ -26,7 +26,6 @@ from typing import Any
 from lingcluster.build import cache_root
 
 SUITE = "trixie"
-_MIRROR = "http://deb.debian.org/debian"
 _PROGRAMS = ("buildah", "runc", "debootstrap", "ip")
 _FILES = ("/usr/lib/cni/bridge", "/usr/share/keyrings/debian-archive-keyring.gpg")
 _RECIPE = ("Dockerfile", "requirements/image.txt", "requirements/operator.txt",
@@ -169,7 +168,7 @@ class ImageStore:
         self._report(f"bootstrapping Debian {SUITE}, once ...")
         root = self.folder / "bootstrap"
         shutil.rmtree(root, ignore_errors=True)
-        command = ["debootstrap", "--variant=minbase", SUITE, str(root), _debian_mirror()]
+        command = ["debootstrap", "--variant=minbase", SUITE, str(root), *_debian_mirror()]
         try:
             _check(command, environment=self._environment)
         except CommandError as error:
@@ -260,15 +259,15 @@ def _bytes(text: str) -> int:
     return int(float(number) * {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}[unit])
 
 
-def _debian_mirror() -> str:
-    """Return the mirror that this machine's apt uses, if it is a Debian's."""
+def _debian_mirror() -> list[str]:
+    """Return the mirror that this machine's apt uses; nothing for debootstrap's own."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         command = ["apt-get", "indextargets", "--format", "$(REPO_URI)"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         for uri in done.stdout.split():
             if uri.rstrip("/").endswith("/debian"):
-                return uri.rstrip("/")
-    return _MIRROR
+                return [uri.rstrip("/")]
+    return []
 
 
 def _pip_settings() -> dict[str, str]:
