@@ -56,6 +56,7 @@ def test_whoever_dies_first_a_lost_peer_restarts_the_run_and_divergence_halts_it
             kubelet.kill9(namespace, killed)
             began = time.monotonic()
             runs.wait(NAME, "the restart", lambda run, n=restarts: run["status"]["restarts"] == n)
+            pods.catch_up()
             ends = terminations(pods.changes)
             story.tell(f"process {process} killed: {_codes(ends, killed, peer)}")
             assert ends[killed]["exitCode"] == 137
@@ -77,6 +78,7 @@ def test_whoever_dies_first_a_lost_peer_restarts_the_run_and_divergence_halts_it
         status = runs.wait_phase(NAME, "Halted")["status"]
         halted = time.monotonic() - began
         runs.wait_no_live_pod(NAME)
+        pods.catch_up()
         ends = terminations(pods.changes)
     story.tell(f"both lingered, process 0 killed: {_codes(ends, first, peer)}")
     assert len(ends) == 6, "after the divergence nothing was started"

@@ -177,6 +177,7 @@ def test_a_preempted_run_is_queued_and_goes_on_when_the_more_urgent_one_is_done(
         queued = time.monotonic() - began
         runs.wait_phase("hurried", "Complete")
         run = runs.wait_phase("patient", "Running")
+        pods.catch_up()
         preempted = [end for end in terminations(pods.changes).values() if end][:PROCESSES]
     assert [end["exitCode"] for end in preempted] == [143] * PROCESSES
     alive = alive_together(pods.changes, RUN_LABEL)

@@ -59,6 +59,7 @@ def test_an_eviction_through_the_api_costs_no_restart(
         began = time.monotonic()
         _wait_restarted(runs, "evicted", {evicted, peer}, hosts=2)
         seconds = time.monotonic() - began
+        pods.catch_up()
         ends = terminations(pods.changes)
     assert [ends[name]["exitCode"] for name in (evicted, peer)] == codes
     assert _disruptions(pods.changes) == {evicted: "EvictionByEvictionAPI"}

@@ -44,6 +44,7 @@ def test_a_suspended_run_writes_one_checkpoint_and_a_resumed_one_goes_on_from_it
         runs.edit("paused", suspend=True)
         runs.wait_phase("paused", "Suspended")
         runs.wait_condition("paused", "Suspended", "True", "SuspendRequested")
+        pods.catch_up()
         ends = list(terminations(pods.changes).values())
     assert runs.live_pods("paused") == []
     assert kubelet.live_processes(namespace) == []
@@ -109,6 +110,7 @@ def test_five_pauses_of_slow_pods_fail_only_xpks_jobset_whose_trainer_ends_with_
             for name in (*SURVIVORS, "xpk-crashing"):
                 runs.edit(name, suspend=False)
         _wait_running(runs, kubelet)
+        pods.catch_up()
         ends = terminations(pods.changes)
     seconds = time.monotonic() - began
     for name, code in (("good", 143), ("crashing", 1), ("xpk-good", 143)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import socket
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from lingcluster.client import Identity, Manifest
+from lingcluster.client import Identity, Manifest, wait_for
 
 ENDED = frozenset({"Succeeded", "Failed"})
 """Phases of a pod whose processes are gone."""
@@ -45,16 +46,19 @@ class Recording:
 
     def __init__(self, identity: Identity, path: str) -> None:
         self.changes: list[Change] = []
-        self._path = f"{path}?watch=true"
+        self._path = path
         self._headers = {"Authorization": f"Bearer {identity.token}"}
         parts = urllib.parse.urlsplit(identity.server)
         assert parts.hostname is not None
         context = ssl.create_default_context(cafile=str(identity.certificate_authority))
-        self._connection = http.client.HTTPSConnection(parts.hostname, parts.port, context=context)
+        self._connect = functools.partial(
+            http.client.HTTPSConnection, parts.hostname, parts.port, context=context
+        )
+        self._connection = self._connect()
         self._thread = threading.Thread(target=self._read, name=f"watch {path}", daemon=True)
 
     def __enter__(self) -> Recording:
-        self._connection.request("GET", self._path, headers=self._headers)
+        self._connection.request("GET", f"{self._path}?watch=true", headers=self._headers)
         self._socket = self._connection.sock
         self._response = self._connection.getresponse()
         assert self._response.status == 200, self._response.read()
@@ -67,11 +71,40 @@ class Recording:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is None:
+            self.catch_up()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(10)
         self._response.close()
         self._connection.close()
+
+    def catch_up(self) -> None:
+        """Wait until all that a list shows now is recorded: a watch lags behind other answers.
+
+        Raises:
+          TimeoutError: it is not within the usual time.
+        """
+        known = {change.object["metadata"]["uid"] for change in list(self.changes)}
+        connection = self._connect()
+        try:
+            connection.request("GET", self._path, headers=self._headers)
+            listed = {
+                item["metadata"]["uid"]: int(item["metadata"]["resourceVersion"])
+                for item in json.load(connection.getresponse())["items"]
+            }
+        finally:
+            connection.close()
+
+        def recorded() -> bool:
+            seen = {change.object["metadata"]["uid"]: change for change in list(self.changes)}
+            gone = known - listed.keys()
+            return all(seen[uid].type == "DELETED" for uid in gone) and all(
+                uid in seen and int(seen[uid].object["metadata"]["resourceVersion"]) >= version
+                for uid, version in listed.items()
+            )
+
+        wait_for(f"the watch of {self._path} to catch up", recorded)
 
     def _read(self) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
