@@ -17,8 +17,10 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("sharded_model_program.py")
 AXES = ("data", "fsdp", "expert", "tensor")
-# float32 sums in another order. One unit in the last place of every weight, on one device, changes
-# gradients by 2e-5 (the program measures it): a mesh may not do more than that.
+# float32 sums in another order. How much that may be depends on the machine: the program measures
+# what one unit in the last place of every weight does to each leaf on one device, 2e-5 at most. A
+# mesh rounds in more places than the weights; in the same leaves it may do twice as much as they.
+# Measured: 6e-6 on one machine; on another, with wider vectors, 1.6e-5 where one unit does 1.3e-5.
 ROUNDING, TERMS, GRADIENTS = 2e-5, 1e-6, 1e-5
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # 15 compilations of a step
@@ -90,9 +92,10 @@ def test_a_step_does_not_depend_on_the_mesh(case: dict[str, Any], results: dict[
     assert found["same_init"], "initial values depend on the mesh"
     assert found["counts"], "tokens went to other experts"
     assert found["zeros"] == 0
-    for kind, tolerance in (("terms", TERMS), ("gradients", GRADIENTS)):
-        wrong = {leaf: error for leaf, error in found[kind].items() if not error <= tolerance}
-        assert not wrong
+    one_unit = results["alone"]["gradients"]
+    bounds = {leaf: max(GRADIENTS, 2 * one_unit[leaf]) for leaf in found["gradients"]}
+    assert not {leaf: e for leaf, e in found["terms"].items() if not e <= TERMS}
+    assert not {leaf: e for leaf, e in found["gradients"].items() if not e <= bounds[leaf]}
 
 
 def test_every_set_of_axes_is_there() -> None:
