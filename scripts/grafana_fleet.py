@@ -7,6 +7,14 @@ def _each(series: str) -> str:
     return f"max {BY_RUN} ({series})"
 
 
+def _quantiles(histogram: str) -> tuple[Query, ...]:
+    rate = f"sum by (le) (rate({histogram}_bucket[$__rate_interval]))"
+    return tuple(
+        Query(expr=f"histogram_quantile({quantile}, {rate})", legend=f"{quantile}")
+        for quantile in (0.5, 0.99)
+    )
+
+
 FLEET: tuple[Row, ...] = (
     Row(
         title="Runs",
@@ -95,14 +103,7 @@ FLEET: tuple[Row, ...] = (
             ),
             Panel(
                 title="Time of a pass",
-                queries=tuple(
-                    Query(
-                        expr=f"histogram_quantile({quantile}, sum by (le) "
-                        "(rate(ling_operator_reconcile_seconds_bucket[$__rate_interval])))",
-                        legend=f"{quantile}",
-                    )
-                    for quantile in (0.5, 0.99)
-                ),
+                queries=_quantiles("ling_operator_reconcile_seconds"),
                 unit="s",
             ),
             Panel(
@@ -120,14 +121,7 @@ FLEET: tuple[Row, ...] = (
             ),
             Panel(
                 title="From a change to the pass that looks at it",
-                queries=tuple(
-                    Query(
-                        expr=f"histogram_quantile({quantile}, sum by (le) "
-                        "(rate(ling_operator_queue_wait_seconds_bucket[$__rate_interval])))",
-                        legend=f"{quantile}",
-                    )
-                    for quantile in (0.5, 0.99)
-                ),
+                queries=_quantiles("ling_operator_queue_wait_seconds"),
                 unit="s",
             ),
             Panel(

@@ -14,7 +14,7 @@ from ling_operator.api import (
 )
 from ling_operator.conditions import holds
 from ling_operator.plan import LogSource, Observed
-from ling_operator.progress import attempt_pods
+from ling_operator.progress import attempt_pods, is_process_zero
 from ling_operator.views import PodView
 
 LOG_LINES = 20
@@ -81,7 +81,7 @@ def _process_zero(pods: tuple[PodView, ...]) -> PodView | None:
     started = [
         pod
         for pod in pods
-        if (pod.job_index, pod.completion_index) == (0, 0)
+        if is_process_zero(pod)
         and not pod.gone
         and pod.phase in {"Running", "Succeeded", "Failed"}
     ]

@@ -15,14 +15,19 @@ from ling_operator.processes import (
     place_pod,
     start_pod,
 )
-from ling_operator.views import JobSetView, Owner, PodView, parse_termination
+from ling_operator.views import (
+    DIVERGED_EXIT_CODE,
+    FINAL_EXIT_CODES,
+    JobSetView,
+    Owner,
+    PodView,
+    parse_termination,
+)
 from ling_trainer.health_metrics import Signal
 
 type Manifest = dict[str, Any]
 
-_FINAL_EXITS = frozenset({2, 3, 4, 5, 90})
-_RESTART_EXITS = frozenset({42, 134, 143})
-_DIVERGED = 90
+_RESTART_EXITS = frozenset({42, 134, 143})  # no trainer is process 1 here: 139 is a crash
 _STOPPED = 143
 
 
@@ -73,7 +78,7 @@ class LocalJobSet:
             for pod in jobset.pods:
                 words = parse_termination(pod.last_words())
                 diverged = words is not None and words.reason in list(Signal)
-                pod.exit_code = _DIVERGED if diverged else _STOPPED
+                pod.exit_code = DIVERGED_EXIT_CODE if diverged else _STOPPED
         return jobset
 
     def dump(self) -> Manifest:
@@ -196,7 +201,7 @@ class LocalJobSet:
         progress.running = False
         codes = [pod.exit_code or 0 for pod in self.pods]
         own = [pod.exit_code or 0 for pod in self.pods if pod.asked_to_stop is None]
-        first = next((code for code in codes if code in _FINAL_EXITS), None)
+        first = next((code for code in codes if code in FINAL_EXIT_CODES), None)
         if first is not None:
             self._end("FailJobSetFailurePolicyAction", f"a process ended with exit code {first}")
             return

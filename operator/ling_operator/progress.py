@@ -59,7 +59,7 @@ def scrape_target(run: TrainingRun, pods: tuple[PodView, ...]) -> PodView | None
     candidates = [
         pod
         for pod in attempt_pods(pods, run.status)
-        if _is_process_zero(pod) and pod.live and pod.phase == "Running" and pod.ip is not None
+        if is_process_zero(pod) and pod.live and pod.phase == "Running" and pod.ip is not None
     ]
     return max(candidates, key=lambda pod: pod.restart_attempt, default=None)
 
@@ -78,7 +78,7 @@ def accepts(sample: HealthSample, pods: tuple[PodView, ...]) -> bool:
     On the node's network another run's trainer may answer at the same address: there a page has
     to say whose it is.
     """
-    asked = next((p for p in pods if p.uid == sample.pod_uid and _is_process_zero(p)), None)
+    asked = next((p for p in pods if p.uid == sample.pod_uid and is_process_zero(p)), None)
     if asked is None:
         return False
     if sample.page_pod_uid is None:
@@ -169,7 +169,8 @@ def _is_younger(pod: PodView, moment: datetime | None) -> bool:
     return moment is None or (pod.created is not None and pod.created > moment)
 
 
-def _is_process_zero(pod: PodView) -> bool:
+def is_process_zero(pod: PodView) -> bool:
+    """Tell whether a pod is the first host of the first slice, whose metrics are the run's."""
     return pod.job_index == 0 and pod.completion_index == 0
 
 

@@ -24,7 +24,7 @@ from ling_operator.reflector import Key
 from ling_operator.workqueue import WorkQueue
 from ling_trainer.health_metrics import RUN_LABELS
 
-# A watch is silent for 90 s and its retry pauses for 30 s at most; a pass is cut at 120 s.
+# A watch is silent for 75 s and its retry pauses for 30 s at most; a pass is cut at 120 s.
 LONGEST_SILENCE_SECONDS = 240.0
 LONGEST_DEAFNESS_SECONDS = 600.0
 
