@@ -24,9 +24,10 @@ FROM python AS build
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3-venv \
  && rm -rf /var/lib/apt/lists/*
+ENV PIP_CACHE_DIR=/var/cache/pip
 WORKDIR /src
 COPY requirements/image.txt requirements/
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/var/cache/pip \
     python3 -m venv /opt/build \
  && /opt/build/bin/pip install --require-hashes -r requirements/image.txt
 
@@ -44,7 +45,7 @@ FROM build AS operator-packages
 COPY requirements/operator.txt requirements/
 # Of the Kubernetes client the operator uses the credentials; its HTTP is aiohttp's. The client's
 # asynchronous copy of itself is 40 MB that nothing imports, its 900 classes need no bytecode.
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/var/cache/pip \
     python3 -m venv --without-pip /opt/ling \
  && /opt/build/bin/pip --python /opt/ling/bin/python install --no-compile \
       --require-hashes -r requirements/operator.txt \
@@ -54,7 +55,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 FROM build AS trainer-packages
 ARG EXTRA=tpu
 COPY requirements/trainer.txt requirements/trainer-tpu.txt requirements/
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/var/cache/pip \
     python3 -m venv --without-pip /opt/ling \
  && /opt/build/bin/pip --python /opt/ling/bin/python install \
       --require-hashes -r "requirements/trainer${EXTRA:+-$EXTRA}.txt"
