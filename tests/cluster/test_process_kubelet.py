@@ -206,8 +206,9 @@ def test_an_empty_dir_is_shared_by_the_pods_containers_and_gone_from_the_machine
 ) -> None:
     volume = {"name": "scratch", "mountPath": "/mnt"}
     writer = container("echo hello > /mnt/file", volumeMounts=[volume])
+    # grep, not cat: the shell makes the file before echo writes its line
     reader = container(
-        "until cat /mnt/file; do sleep 0.1; done", volumeMounts=[volume], name="reader"
+        "until grep hello /mnt/file; do sleep 0.1; done", volumeMounts=[volume], name="reader"
     )
     manifest = pod("one", writer, volumes=[{"name": "scratch", "emptyDir": {}}])
     manifest["spec"]["containers"].append(reader)
