@@ -18,11 +18,11 @@ demo: $(READY) ## Train a tiny Ling2 on real text, then halt a run with an injec
 	@$(PY) scripts/demo.py
 
 programs: $(READY) ## Build the control plane that the tests run against (once)
-	@$(PY) tests/cluster/lingcluster/build.py
+	@$(PY) tests/cluster/build_programs.py
 
 test: lint types ## Everything: lint, types, all tests, the real control plane included
 	@bash scripts/install_node_packages.sh || true # without them the tests say what they did not do
-	@$(PY) tests/cluster/lingcluster/build.py || true # without it the cluster tests say so
+	@$(PY) tests/cluster/build_programs.py || true # without it the cluster tests say so
 	@$(PY) -m pytest
 
 test-fast: $(READY) ## Tests that need neither the control plane nor much time

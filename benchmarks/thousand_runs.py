@@ -33,9 +33,10 @@ from observe import Usage, histogram_quantiles, quantile, row, series
 from provenance import provenance
 
 from lingcluster import operator_process
-from lingcluster.build import ETCD, JOBSET, KUBERNETES, KUEUE, KWOK, Builder
+from lingcluster.build import Builder
 from lingcluster.client import KubeClient, Manifest, wait_for
 from lingcluster.loopback import LoopbackBlock
+from lingcluster.modules import ETCD, JOBSET, KUBERNETES, KUEUE, KWOK
 from lingcluster.operator_process import OperatorAddresses, OperatorProcess
 from lingcluster.processes import Process, Session
 from lingcluster.watch import Recording

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lingcluster.build import HELM, KUBERNETES, Builder, Programs, ProgramsUnavailableError
+from lingcluster.build import Builder, Programs, ProgramsUnavailableError
 from lingcluster.helm import Helm
+from lingcluster.modules import HELM, KUBERNETES
 
 HERE = Path(__file__).parent
 

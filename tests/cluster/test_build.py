@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from lingcluster import build
-from lingcluster.build import ETCD, MODULES, Builder, Module, ProgramsUnavailableError
+from lingcluster.build import Builder, ProgramsUnavailableError
+from lingcluster.modules import ETCD, MODULES, Module
 
 TRIVIAL = Module("trivial", {"hello": "example.com/trivial"})
 

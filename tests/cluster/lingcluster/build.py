@@ -1,10 +1,5 @@
 """Build the control plane's programs from pinned Go modules, once, into a user cache.
 
-Run as a script it needs the standard library only:
-
-    python tests/cluster/lingcluster/build.py          build what is missing, print where it lies
-    python tests/cluster/lingcluster/build.py --list   print what would be used, build nothing
-
 A module's folder in the cache is named after everything that decides its content (go.mod,
 go.sum, the recipe, the Go version), appears by one rename when all its programs are built, and
 is never changed afterwards. Builders of the same folder wait for one another.
@@ -12,7 +7,6 @@ is never changed afterwards. Builders of the same folder wait for one another.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -24,10 +18,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAMS_DIR = Path(__file__).resolve().parent.parent / "programs"
+from lingcluster.modules import MODULES, PROGRAMS_DIR, Module
+
 GO_FLAGS = ("-trimpath", "-buildvcs=false", "-modcacherw")
 GO_ENVIRONMENT = {
     "CGO_ENABLED": "0",
@@ -43,101 +38,6 @@ class ProgramsUnavailableError(Exception):
 
 class BuildError(Exception):
     """Go ran, reached its modules, and failed: a pin or the recipe is wrong."""
-
-
-def _kubernetes_linker_flags() -> str:
-    """Return flags that give the programs their own version.
-
-    Without them the API server reports v0.0.0, and version checks of clients misbehave.
-    """
-    go_mod = (PROGRAMS_DIR / "k8s" / "go.mod").read_text()
-    version = re.search(r"k8s\.io/kubernetes v(\d+)\.(\d+)\.\d+", go_mod)
-    if version is None:
-        raise BuildError("programs/k8s/go.mod requires no k8s.io/kubernetes")
-    variables = "k8s.io/component-base/version"
-    return (
-        f"-s -w -X {variables}.gitVersion={version[0].split()[1]}"
-        f" -X {variables}.gitMajor={version[1]} -X {variables}.gitMinor={version[2]}"
-    )
-
-
-@dataclass(frozen=True)
-class Module:
-    """One folder under programs/: a go.mod, and what is built and copied from it.
-
-    Attributes:
-      name: the folder's name.
-      packages: program name -> main package.
-      linker_flags: given to every program's link.
-      tags: Go build tags, which leave out what nothing here uses.
-      assets: module whose files are copied -> paths in it (a folder is copied whole).
-    """
-
-    name: str
-    packages: Mapping[str, str]
-    linker_flags: str = "-s -w"
-    tags: tuple[str, ...] = ()
-    assets: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-
-
-ETCD = Module("etcd", {"etcd": "go.etcd.io/etcd/server/v3"})
-KUBERNETES = Module(
-    "k8s",
-    {
-        name: f"k8s.io/kubernetes/cmd/{name}"
-        for name in (
-            "kube-apiserver",
-            "kube-controller-manager",
-            "kube-scheduler",
-            "kubectl",
-            "kubelet",
-        )
-    },
-    linker_flags=_kubernetes_linker_flags(),
-)
-JOBSET = Module(
-    "jobset",
-    {"jobset": "sigs.k8s.io/jobset"},
-    assets={
-        "sigs.k8s.io/jobset": (
-            "config/components/crd/bases",
-            "config/components/rbac/role.yaml",
-            "config/components/webhook/manifests.yaml",
-        )
-    },
-)
-KUEUE = Module(
-    "kueue",
-    {"kueue": "sigs.k8s.io/kueue/cmd/kueue"},
-    assets={
-        "sigs.k8s.io/kueue": (
-            "config/components/crd/bases",
-            "config/components/rbac/role.yaml",
-            "config/components/webhook/manifests.yaml",
-        )
-    },
-)
-HELM = Module("helm", {"helm": "helm.sh/helm/v4/cmd/helm"})
-PROMETHEUS = Module(
-    "prometheus",
-    {name: f"github.com/prometheus/prometheus/cmd/{name}" for name in ("prometheus", "promtool")},
-    tags=("remove_all_sd",),  # no service discovery but files, no web page
-)
-ALERTMANAGER = Module(
-    "alertmanager", {"alertmanager": "github.com/prometheus/alertmanager/cmd/alertmanager"}
-)
-CONTAINERD = Module(
-    "containerd",
-    {
-        name: f"github.com/containerd/containerd/v2/cmd/{name}"
-        for name in ("containerd", "containerd-shim-runc-v2", "ctr")
-    },
-    tags=("no_btrfs", "no_devmapper", "no_zfs", "no_aufs"),
-)
-KWOK = Module("kwok", {"kwok": "sigs.k8s.io/kwok/cmd/kwok"})
-"""For the benchmark of many runs; no test needs it."""
-
-MODULES = (ETCD, KUBERNETES, JOBSET, KUEUE, HELM, PROMETHEUS, ALERTMANAGER, CONTAINERD)
 
 
 @dataclass(frozen=True)
@@ -327,32 +227,3 @@ def _locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
             report(f"another builder holds {path.name}; waiting for it ...")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def main() -> int:
-    """Build (or list) the programs; return the process's exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--list", action="store_true", help="print the folders, build nothing")
-    arguments = parser.parse_args()
-    start = time.monotonic()
-
-    def report(line: str) -> None:
-        print(f"[{time.monotonic() - start:6.1f} s] {line}", flush=True)
-
-    try:
-        builder = Builder(report=report)
-        if arguments.list:
-            for module in MODULES:
-                folder = builder.folder(module)
-                print(f"{folder}  {'built' if folder.exists() else 'missing'}")
-            return 0
-        programs = builder.ensure()
-    except (ProgramsUnavailableError, BuildError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    report(f"control plane programs ready in {builder.root}: {', '.join(programs.paths)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
