@@ -4,9 +4,12 @@ from datetime import datetime
 from typing import Literal
 
 from ling_operator.api import Condition, ConditionType
+from ling_operator.bounded_text import printable
 
 type Conditions = tuple[Condition, ...]
 type Truth = Literal["True", "False", "Unknown"]
+
+_MESSAGE_LENGTH = 1024  # a page, a trainer or an API server may have said some of it
 
 
 def find(conditions: Conditions, kind: ConditionType) -> Condition | None:
@@ -43,7 +46,7 @@ def set_condition(
         type=kind,
         status=status,
         reason=reason,
-        message=message[:1024],
+        message=printable(message)[:_MESSAGE_LENGTH],
         observed_generation=generation,
         last_transition_time=since,
     )

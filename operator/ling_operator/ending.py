@@ -19,6 +19,7 @@ FAILURES = {
 }
 """Exit codes that no restart can help."""
 MAX_RESTARTS_WITHOUT_PROGRESS = 3
+_REASON_LENGTH = 128  # an event's reason has no place for more
 
 
 def has_ended(status: TrainingRunStatus) -> bool:
@@ -184,8 +185,10 @@ def _failure_by_exit(pods: tuple[PodView, ...]) -> tuple[str, str] | None:
 
 
 def _word(reason: str | None) -> str | None:
-    """Return a trainer's reason if a condition can hold it: one CamelCase word."""
-    good = reason is not None and reason.isascii() and reason.isalnum() and reason[0].isalpha()
+    """Return a trainer's reason if a condition and an event can hold it: one CamelCase word."""
+    if reason is None or len(reason) > _REASON_LENGTH:
+        return None
+    good = reason.isascii() and reason.isalnum() and reason[0].isalpha()
     return reason if good else None
 
 

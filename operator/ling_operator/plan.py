@@ -12,6 +12,7 @@ from ling_operator.workload import WorkloadView
 
 type Manifest = dict[str, Any]
 
+_NAME_LENGTH = 253 - 17  # a run that only watches may have a name as long as any object's
 STEADY_WRITE = timedelta(seconds=10)
 """Progress alone is written this often, where the API server keeps up."""
 
@@ -137,7 +138,7 @@ class Event:
         """Return the object's name: the same for the same transition, however often planned."""
         key = f"{run.metadata.uid}/{self.attempt}/{self.reason}/{self.time.isoformat()}"
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-        return f"{run.metadata.name}.{digest}"
+        return f"{run.metadata.name[:_NAME_LENGTH].rstrip('-')}.{digest}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

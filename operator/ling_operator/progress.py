@@ -23,6 +23,7 @@ from ling_operator.views import JobSetView, PodView
 from ling_trainer.health_metrics import DEFAULT_PORT
 from ling_trainer.schema import ConfigError
 
+_FASTEST = 1e15
 _LONGEST_ESTIMATE = timedelta(days=3650)
 
 
@@ -38,10 +39,12 @@ def current_jobset(observed: Observed, status: TrainingRunStatus) -> JobSetView 
     if observed.run.spec.watch is not None:
         watched = observed.jobset
         return watched if watched is not None and watched.uid == status.job_set_uid else None
-    jobset = own_jobset(observed)
-    if jobset is None or jobset.attempt != status.attempt:
+    jobset, uid = own_jobset(observed), status.job_set_uid
+    if jobset is None:
         return None
-    return jobset if status.job_set_uid in {None, jobset.uid} else None
+    # Once it is known, its label counts no more: somebody may have changed or removed it.
+    is_it = jobset.attempt == status.attempt if uid is None else jobset.uid == uid
+    return jobset if is_it else None
 
 
 def attempt_pods(pods: tuple[PodView, ...], status: TrainingRunStatus) -> tuple[PodView, ...]:
@@ -180,19 +183,23 @@ def _take_sample(
     health = fold(status.health, sample, policy)
     if health == status.health:
         return status
-    speed = sample.tokens_per_second
     target = sample.target_steps or status.training.target_steps
     training = TrainingProgress(
         step=health.step,
         target_steps=target,
         loss=loss_text(sample.loss) if health.step else None,
-        tokens_per_second=round(speed) if speed is not None and math.isfinite(speed) else None,
+        tokens_per_second=_speed(sample.tokens_per_second),
         estimated_completion_time=_completion(health, target),
     )
     update: dict[str, object] = {"health": health, "training": training}
     if sample.last_finite_checkpoint:
         update["last_finite_checkpoint"] = sample.last_finite_checkpoint
     return status.model_copy(update=update)
+
+
+def _speed(speed: float | None) -> int | None:
+    """Return a whole number that the API server takes; None for what is no speed."""
+    return round(speed) if speed is not None and 0 <= speed <= _FASTEST else None
 
 
 def _completion(health: HealthState, target: int | None) -> datetime | None:

@@ -34,6 +34,7 @@ from ling_trainer.health_metrics import (
 
 MIN_VALUES = 10
 """Values that a window must hold before a step is judged by it."""
+_LARGEST = 1e300
 _NORMAL = 1.4826  # MAD times this is a normal distribution's standard deviation
 
 
@@ -220,8 +221,13 @@ def _centre(state: SeriesState) -> float:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return a number that JSON can hold, in six digits: windows are kept in the object."""
-    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+    """Return a number that JSON can hold, in six digits: windows are kept in the object.
+
+    So is the sum of two, of which a median may be made.
+    """
+    if value is None or not abs(value) <= _LARGEST:  # true for NaN too
+        return None
+    return float(f"{value:.6g}")
 
 
 def _share_of_zeros(sample: HealthSample) -> float | None:

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, cast
 
 from ling_operator.api import ATTEMPT_LABEL, METRICS_PORT_ANNOTATION
-from ling_operator.bounded_text import clip
+from ling_operator.bounded_text import clip, printable
 from ling_operator.workload import QUEUE_LABEL
 from ling_trainer.health_metrics import Signal
 
@@ -218,7 +218,7 @@ def parse_termination(text: str) -> Termination | None:
     """Read a trainer's termination message: JSON of strings; None for anything else."""
     try:
         loaded = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # 4 KiB of brackets are deeper than the parser goes
         return None
     if not isinstance(loaded, dict):
         return None
@@ -298,4 +298,4 @@ def _time(value: object) -> datetime | None:
 
 
 def _text(value: object) -> str | None:
-    return value[:256] if isinstance(value, str) and value else None
+    return printable(value)[:256] or None if isinstance(value, str) else None

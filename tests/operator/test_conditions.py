@@ -44,3 +44,11 @@ def test_a_message_longer_than_the_api_server_takes_is_cut() -> None:
         (), HEALTHY, "True", reason="A", message="x" * 40_000, generation=1, now=NOW
     )
     assert len(condition.message) <= 32_768
+
+
+def test_a_message_is_text_whoever_said_it() -> None:
+    said = "is the page of pod \x1b[2Jx\x00\ud800"
+    (condition,) = set_condition(
+        (), HEALTHY, "True", reason="A", message=said, generation=1, now=NOW
+    )
+    assert condition.message == "is the page of pod x\ufffd\ufffd"

@@ -178,6 +178,13 @@ def test_values_that_are_no_numbers_are_left_to_the_rule_for_them() -> None:
         json.dumps(state.model_dump(mode="json"), allow_nan=False)
 
 
+def test_values_so_large_that_their_median_is_no_number_are_left_out() -> None:
+    for series in ("lm_loss", "raw_grad_norm", "total_weights"):
+        state = folded(pages(series, [1.7e308] * 40))
+        json.dumps(state.model_dump(mode="json"), allow_nan=False)
+        assert state.weights.reference in {None, 4096.0}
+
+
 def test_a_foreign_page_is_judged_by_what_it_has_and_says_what_it_lacks() -> None:
     bare = [
         HealthSample(time=at(5 * s), pod_uid="pod-0", step=s, loss=3.0 if s < 30 else 8.0)

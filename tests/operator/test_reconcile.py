@@ -391,6 +391,13 @@ ENDINGS = [
         "corpus.bin ends at byte 12",
     ),
     Row(
+        "A reason that no event has a place for would keep the failure from being told.",
+        lambda s: world(s, s.running(), pods=(s.exited(3, reason="R" * 129),)),
+        "Failed",
+        ("suspend",),
+        {"Failed": ("True", "DataError")},
+    ),
+    Row(
         "Of two final codes the lowest process's is told, in whatever order pods are seen.",
         lambda s: world(s, s.running(), pods=(s.exited(3, 1), s.exited(2, 0))),
         "Failed",
@@ -441,6 +448,13 @@ ENDINGS = [
         "Cancelled",
         (),
         {"Created": ("False", "JobSetDeleted")},
+    ),
+    Row(
+        "Somebody changed a label of the JobSet: it is the attempt's all the same, and watched.",
+        lambda s: world(s, s.running(), jobset=s.jobset(attempt=0), sample=s.nan_sample(12)),
+        "Halted",
+        ("suspend",),
+        {"Halted": ("True", "NonFiniteLoss")},
     ),
     Row(
         "An object that is being deleted is left to the garbage collector.",

@@ -1,5 +1,6 @@
 """Passes in a row: halts that hold, attempts, suspend and resume, restarts, writes, events."""
 
+import re
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -384,6 +385,23 @@ def test_an_event_has_one_name_in_every_pass_and_is_not_told_late(
     later = story.see(600)
     assert {event.name(story.run) for event in later.events} == names
     assert story.see(51 * 60).events == ()
+
+
+@pytest.mark.parametrize("name", ["a" * 253, "a" * 235 + "-" + "b" * 17])
+def test_an_events_name_is_one_whatever_the_runs(scene: Any, story: Story, name: str) -> None:
+    (event, *_) = story.see(0, sample=scene.nan_sample(12)).events
+    metadata = story.run.metadata.model_copy(update={"name": name})
+    called = event.name(story.run.model_copy(update={"metadata": metadata}))
+    assert len(called) <= 253
+    assert re.fullmatch(r"([a-z0-9]([-a-z0-9]*[a-z0-9])?)(\.[a-z0-9]+)?", called)
+
+
+@pytest.mark.parametrize("speed", [1e300, -1.0, float("nan"), float("inf")])
+def test_a_speed_that_is_none_does_not_reach_the_status(
+    scene: Any, story: Story, speed: float
+) -> None:
+    story.see(0, sample=scene.sample(10, tokens_per_second=speed))
+    assert (story.status.training.step, story.status.training.tokens_per_second) == (10, None)
 
 
 def test_the_end_of_an_attempt_and_of_the_next_are_two_events(scene: Any, halted: Story) -> None:

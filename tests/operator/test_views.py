@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ling_operator.jobset import build_jobset
@@ -132,10 +133,29 @@ def test_a_failed_jobset_says_why(scene: Any) -> None:
 
 
 @given(st.text() | JSON.map(json.dumps))
+@example("[" * 4096)  # as long as a kubelet lets it be, and deeper than a parser goes
+@example('{"step":' * 500)
+@example('{"step": ' + "9" * 4000 + "}")
 @settings(deadline=None)
 def test_no_termination_message_breaks_the_reader(text: str) -> None:
     words = parse_termination(text)
     assert words is None or words.step is None or words.step >= 0
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        ("\x1b[31mnan\x1b[0m", "nan"),
+        ("a\x00b", "a\ufffdb"),
+        ("\ud800", "\ufffd"),
+        ("x" * 999, "x" * 256),
+    ],
+)
+def test_last_words_are_fit_for_an_object_and_a_terminal(said: str, read: str) -> None:
+    names = "reason", "value", "signal", "message"
+    words = parse_termination(json.dumps(dict.fromkeys(names, said)))
+    assert words is not None
+    assert [getattr(words, name) for name in names] == [read] * len(names)
 
 
 def test_a_spec_that_cannot_be_read_still_has_status_pause_and_policy(scene: Any) -> None:
