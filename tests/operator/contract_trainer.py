@@ -1,9 +1,10 @@
 """A trainer that is not ours: it speaks the contract in a page of Python and trains nothing.
 
 The environment says what goes wrong: NAN_STEP (the loss is NaN from there on), NAN_FILE (or once
-that file is there), EXIT (step:code, once a directory), STEP_SECONDS, IGNORE_SIGTERM,
-SIGTERM_SECONDS and SIGTERM_EXIT (how long it takes to end, and its code), LOST_PEER (its code
-when one of NUM_PEERS processes is gone).
+that file is there), EXIT (step:code, of process 0 and once a directory: a peer of which it is
+true too would do the same after the restart), STEP_SECONDS, IGNORE_SIGTERM, SIGTERM_SECONDS and
+SIGTERM_EXIT (how long it takes to end, and its code), LOST_PEER (its code when one of NUM_PEERS
+processes is gone that it has seen).
 """
 
 import fcntl
@@ -68,6 +69,7 @@ def hold_hands(peers: int, code: int) -> None:
     own = (directory / f"alive-{process}").open("w")
     fcntl.flock(own, fcntl.LOCK_EX)  # the kernel lets go of it, however the process ends
     seen: set[int] = set()
+    told = False
     while True:
         for peer in set(range(peers)) - {process}:
             with (directory / f"alive-{peer}").open("a") as theirs:
@@ -80,6 +82,9 @@ def hold_hands(peers: int, code: int) -> None:
                 print(f"peer {peer} is gone", flush=True)
                 saved.write_text(str(step))
                 os._exit(code)
+        if len(seen) == peers - 1 and not told:
+            told = True
+            print("all peers are seen", flush=True)
         time.sleep(0.05)
 
 
@@ -96,8 +101,8 @@ while step < config["steps"]:
     step += 1
     nonfinite += int(0 < nan_step <= step or nan_file.exists())
     at, _, code = os.environ.get("EXIT", "0:0").partition(":")
-    marker = directory / f"exited-{process}"
-    if step == int(at) and not marker.exists():
+    marker = directory / "exited"
+    if process == 0 and step == int(at) and not marker.exists():
         marker.touch()
         saved.write_text(str(step))
         print(f"ending with {code}", flush=True)

@@ -7,11 +7,11 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingcluster.client import Identity
+from lingcluster.client import Identity, wait_for
 from lingcluster.container_process import POD_VARIABLE
 from lingcluster.container_setup import Timing
 from lingcluster.guardian import marked_processes
@@ -127,7 +127,10 @@ class ProcessKubelet:
 
     def freeze(self, namespace: str, name: str) -> None:
         """SIGSTOP to all of a pod's processes: alive, and silent."""
-        self._signal_all(namespace, name, signal.SIGSTOP)
+        stopped: set[int] = set()
+        # Until none is new: a child may have been made between the look and the signal.
+        while new := self._signal_all(namespace, name, signal.SIGSTOP, but=stopped):
+            stopped |= new
 
     def thaw(self, namespace: str, name: str) -> None:
         """Undo `freeze`."""
@@ -177,14 +180,32 @@ class ProcessKubelet:
 
     def log(self, namespace: str, name: str, container: str | None = None) -> str:
         """Return what the newest pod of that name printed; containers one after another."""
-        directory = self._agent.directories[namespace, name]
+        directory = self._agent.directories.get((namespace, name))
+        if directory is None:
+            return ""  # no node has it yet
         files = sorted(directory.glob(f"{container or '*'}.log"))
         return "".join(file.read_text(errors="replace") for file in files)
 
     def logs(self, namespace: str) -> str:
         """Return the output of all pods of a namespace, each under its name; for messages."""
-        names = sorted(pod for space, pod in self._agent.directories if space == namespace)
+        names = sorted(pod for space, pod in list(self._agent.directories) if space == namespace)
         return "\n".join(f"--- {name}\n{self.log(namespace, name)}" for name in names)
+
+    def wait_for_words(self, namespace: str, names: Iterable[str], words: str = "") -> None:
+        """Wait until each pod has printed these words, or anything.
+
+        A pod is Running before its program has run a line. As process 1 of a container it does not
+        notice a SIGTERM until it has a handler, so tests stop one that has spoken.
+
+        Raises:
+          TimeoutError: one has not.
+        """
+        for name in names:
+            wait_for(
+                f"{words or 'a word'!r} of {name}",
+                lambda name=name: (said := self.log(namespace, name)) and words in said,
+                timeout=120,
+            )
 
     def started(self, namespace: str | None = None) -> list[StartedProcess]:
         """Return every process that was ever started, in a namespace or in all."""
@@ -208,11 +229,15 @@ class ProcessKubelet:
                 raise LookupError(f"pod {namespace}/{name} has no live process")
         raise LookupError(f"this kubelet runs no pod {namespace}/{name}")
 
-    def _signal_all(self, namespace: str, name: str, number: signal.Signals) -> None:
+    def _signal_all(
+        self, namespace: str, name: str, number: signal.Signals, *, but: Iterable[int] = ()
+    ) -> set[int]:
         uid = self._running(namespace, name).pod["metadata"]["uid"]
-        for pid in marked_processes(POD_VARIABLE, uid):
+        found = set(marked_processes(POD_VARIABLE, uid)) - set(but)
+        for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+        return found
 
     def _call[T](self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_ANSWER_TIMEOUT)

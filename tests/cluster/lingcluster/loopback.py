@@ -34,6 +34,7 @@ class LoopbackBlock:
             if lock is not None:
                 self._lock: int | None = lock
                 self.prefix = f"127.{number}"
+                self._given: set[int] = set()
                 return
         msg = f"all loopback blocks 127.{_FIRST_BLOCK} to 127.{_LAST_BLOCK} are leased"
         raise RuntimeError(msg)
@@ -61,12 +62,20 @@ class LoopbackBlock:
         return f"{self.prefix}.{first + index // 250}.{index % 250 + 1}"
 
     def free_ports(self, count: int) -> list[int]:
-        """Return `count` distinct ports that are free on the control plane's address."""
+        """Return ports that are free on the control plane's address, and were never given before.
+
+        Some are bound much later: Kueue's, by the first test that needs it.
+        """
+        ports: list[int] = []
         with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-            for each in sockets:
-                each.bind((self.control_plane, 0))
-            return [each.getsockname()[1] for each in sockets]
+            while len(ports) < count:
+                probe = stack.enter_context(socket.socket())
+                probe.bind((self.control_plane, 0))
+                port: int = probe.getsockname()[1]
+                if port not in self._given:
+                    ports.append(port)
+        self._given.update(ports)
+        return ports
 
     def release(self) -> None:
         """End the lease."""
