@@ -7,16 +7,19 @@ from typing import Any
 from ling_operator.api import (
     API_VERSION,
     KIND,
-    METRICS_PORT_ANNOTATION,
     TEMPLATE_HASH_ANNOTATION,
     TrainingRun,
     TrainingRunSpec,
     dump,
 )
 from ling_operator.name_budget import REPLICATED_JOB
-from ling_operator.pod_template import build_pod_template, labels_of
+from ling_operator.pod_template import (
+    EXCLUSIVE_TOPOLOGY,
+    annotations_of,
+    build_pod_template,
+    labels_of,
+)
 from ling_operator.runnable import (
-    metrics_port,
     num_hosts,
     require_runnable,
     trainer_containers,
@@ -27,7 +30,6 @@ from ling_trainer.schema import ConfigError
 
 type Manifest = dict[str, Any]
 
-EXCLUSIVE_TOPOLOGY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 NODE_POOL_LABEL = "cloud.google.com/gke-nodepool"
 
 
@@ -46,18 +48,10 @@ def build_jobset(run: TrainingRun, *, attempt: int, restore_before_step: int | N
     if run.spec.watch is not None:
         raise ConfigError("spec.watch names a JobSet that somebody else launches; none is made")
     name, template = run.metadata.name, run.spec.template
+    annotations = annotations_of(run) | {TEMPLATE_HASH_ANNOTATION: template_hash(run.spec)}
     # A slice to a node pool; nodes that are grouped by another label, or by none, have it said.
-    placement = {EXCLUSIVE_TOPOLOGY: NODE_POOL_LABEL} if run.spec.tpu is not None else {}
-    annotations = (
-        placement
-        | template.annotations
-        | {
-            METRICS_PORT_ANNOTATION: str(metrics_port(run)),
-            TEMPLATE_HASH_ANNOTATION: template_hash(run.spec),
-        }
-    )
-    if not annotations.get(EXCLUSIVE_TOPOLOGY):
-        annotations.pop(EXCLUSIVE_TOPOLOGY, None)
+    if run.spec.tpu is not None and EXCLUSIVE_TOPOLOGY not in template.annotations:
+        annotations[EXCLUSIVE_TOPOLOGY] = NODE_POOL_LABEL
     spec: Manifest = {
         # Kueue un-suspends it once admitted. Without Kueue it waits: it must not jump the queue.
         "suspend": run.spec.queue is not None,

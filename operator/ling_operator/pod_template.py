@@ -17,6 +17,7 @@ from ling_operator.tpu import SliceShape, slice_shape
 type Manifest = dict[str, Any]
 
 COORDINATOR_PORT = 8476
+EXCLUSIVE_TOPOLOGY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 DEFAULT_COMMAND = ("python3", "-m", "ling_trainer")
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - not a file of ours
@@ -29,7 +30,6 @@ def build_pod_template(
 ) -> Manifest:
     """Build the pod template of an attempt; the spec must be runnable."""
     template = run.spec.template
-    annotations = template.annotations | {METRICS_PORT_ANNOTATION: str(metrics_port(run))}
     shape = slice_shape(run.spec.tpu) if run.spec.tpu is not None else None
     users = any(mount.get("mountPath") == _SHARED_MEMORY for mount in template.volume_mounts)
     needs_memory = shape is not None and not users
@@ -64,7 +64,7 @@ def build_pod_template(
     }
     spec |= {key: value for key, value in optional.items() if value}
     return {
-        "metadata": {"labels": labels_of(run, attempt), "annotations": annotations},
+        "metadata": {"labels": labels_of(run, attempt), "annotations": annotations_of(run)},
         "spec": spec,
     }
 
@@ -152,3 +152,15 @@ def labels_of(run: TrainingRun, attempt: int) -> dict[str, str]:
     name = run.metadata.name
     own = {RUN_LABEL: name, ATTEMPT_LABEL: str(attempt), XPK_LABEL: name}
     return run.spec.template.labels | own
+
+
+def annotations_of(run: TrainingRun) -> dict[str, str]:
+    """Return the annotations of a run's JobSet and pods.
+
+    An exclusive-topology of "" is how a user asks for none. JobSet's webhook goes by its being
+    there, on the pod too, and would make an affinity of it that the API server refuses.
+    """
+    users = dict(run.spec.template.annotations)
+    if users.get(EXCLUSIVE_TOPOLOGY) == "":
+        del users[EXCLUSIVE_TOPOLOGY]
+    return users | {METRICS_PORT_ANNOTATION: str(metrics_port(run))}

@@ -235,6 +235,9 @@ def test_a_slice_has_a_node_pool_to_itself_unless_the_user_says_otherwise(
     template = {} if annotation is None else {"annotations": {key: annotation}}
     jobset = build(scene, cpu=None, tpu={"accelerator": "v5p-32"}, template=template)
     assert jobset["metadata"]["annotations"].get(key) == placement
+    # JobSet's webhook reads the pod's, and takes an empty one for a topology too.
+    of_pods = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]
+    assert of_pods["annotations"].get(key) == (annotation or None)
 
 
 def test_a_users_own_shared_memory_takes_the_place_of_ours(scene: Any) -> None:
