@@ -169,3 +169,12 @@ class HealthPolicy(Schema):
     stall: StallPolicy = StallPolicy()
     straggler: StragglerPolicy = StragglerPolicy()
     metrics_missing: MetricsMissingPolicy = MetricsMissingPolicy()
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the rules with action Ignore, as the object spells them."""
+        rules = ((field.alias, getattr(self, name)) for name, field in _FIELDS.items())
+        return tuple(str(n) for n, rule in rules if getattr(rule, "action", None) == "Ignore")
+
+
+_FIELDS = HealthPolicy.model_fields

@@ -71,9 +71,7 @@ def judge_stall(state: HealthState, policy: HealthPolicy) -> Verdict | None:
     rule = policy.stall
     if state.sample_time is None or state.alive_time is None:
         return None
-    silence = state.sample_time - state.alive_time
-    grace = timedelta(seconds=rule.compile_grace_seconds)
-    patience = _patience(state, rule.factor, rule.floor_seconds) if state.stepping else grace
+    silence, patience = state.sample_time - state.alive_time, stall_patience(state, policy)
     if silence <= patience:
         return None
     where = f"after step {state.step}" if state.stepping else "before the process's first step"
@@ -89,6 +87,14 @@ def judge_stall(state: HealthState, policy: HealthPolicy) -> Verdict | None:
         step=state.step,
         value=seconds,
     )
+
+
+def stall_patience(state: HealthState, policy: HealthPolicy) -> timedelta:
+    """Return how long process 0 may be silent; before its first step it starts and compiles."""
+    rule = policy.stall
+    if not state.stepping:
+        return timedelta(seconds=rule.compile_grace_seconds)
+    return _patience(state, rule.factor, rule.floor_seconds)
 
 
 def judge_straggler(state: HealthState, policy: HealthPolicy) -> Verdict | None:

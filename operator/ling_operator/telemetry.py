@@ -17,12 +17,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ling_operator.api import ENDED, ConditionType, Reason
 from ling_operator.caches import Caches
-from ling_operator.conditions import has_reason
 from ling_operator.reflector import Key
+from ling_operator.run_series import gauge, run_series
 from ling_operator.workqueue import WorkQueue
-from ling_trainer.health_metrics import RUN_LABELS
 
 # A watch is silent for 75 s and its retry pauses for 30 s at most; a pass is cut at 120 s.
 LONGEST_SILENCE_SECONDS = 240.0
@@ -162,16 +160,15 @@ class _Snapshot(Collector):
         )
         yield from self._watches()
         if self._leading():
-            yield from self._runs()
-            yield from self._attempts()
+            yield from run_series(self._caches.runs.objects)
 
     def _watches(self) -> Iterator[Metric]:
-        age = _gauge(
+        age = gauge(
             "ling_operator_watch_age_seconds", "Since the last list, event or bookmark.", ["kind"]
         )
-        relists = _gauge("ling_operator_watch_lists", "Complete lists since the start.", ["kind"])
-        objects = _gauge("ling_operator_watch_objects", "Objects in the cache.", ["kind"])
-        refused = _gauge(
+        relists = gauge("ling_operator_watch_lists", "Complete lists since the start.", ["kind"])
+        objects = gauge("ling_operator_watch_objects", "Objects in the cache.", ["kind"])
+        refused = gauge(
             "ling_operator_watch_refused",
             "1 while the API server refuses it; /readyz has its words.",
             ["kind"],
@@ -183,65 +180,6 @@ class _Snapshot(Collector):
             objects.add_metric(labels, len(reflector.objects))
             refused.add_metric(labels, float(reflector.refusal is not None))
         yield from (age, relists, objects, refused)
-
-    def _runs(self) -> Iterator[Metric]:
-        phase = _gauge("ling_run_phase", "1; the phase is a label.", [*RUN_LABELS, "phase"])
-        halted = _gauge("ling_run_halted", "1 if the run was stopped as diverged.", RUN_LABELS)
-        time = _gauge(
-            "ling_run_halted_timestamp_seconds",
-            "When and why the run was stopped; absent while it was not.",
-            [*RUN_LABELS, "reason"],
-        )
-        alert = _gauge(
-            "ling_run_alert",
-            "1 while a health rule with action Alert holds, or held within five minutes.",
-            [*RUN_LABELS, "reason"],
-        )
-        for (namespace, name), view in self._caches.runs.objects.items():
-            if view.run is None:
-                continue
-            status, halt = view.run.status, view.run.status.halt
-            phase.add_metric([name, namespace, status.phase], 1)
-            halted.add_metric([name, namespace], float(halt is not None))
-            if halt is not None:
-                time.add_metric([name, namespace, halt.reason], halt.time.timestamp())
-            for held in () if status.phase in ENDED else status.health.alerts:
-                alert.add_metric([name, namespace, held.reason], 1)
-        yield from (phase, halted, time, alert)
-
-    def _attempts(self) -> Iterator[Metric]:
-        attempt = _gauge("ling_run_attempt", "Attempt that the run is at.", RUN_LABELS)
-        began = _gauge(
-            "ling_run_attempt_start_timestamp_seconds", "When that attempt began.", RUN_LABELS
-        )
-        restarts = _gauge("ling_run_restarts", "Restarts of that attempt.", RUN_LABELS)
-        saved = _gauge(
-            "ling_run_last_finite_checkpoint_step",
-            "Step of the newest checkpoint without a NaN; absent before the first.",
-            RUN_LABELS,
-        )
-        permitted = _gauge(
-            "ling_run_permitted",
-            "0 while the API server refuses what the run needs; see its condition Permitted.",
-            RUN_LABELS,
-        )
-        for (namespace, name), view in self._caches.runs.objects.items():
-            if view.run is None:
-                continue
-            status = view.run.status
-            attempt.add_metric([name, namespace], status.attempt)
-            restarts.add_metric([name, namespace], status.restarts)
-            refused = has_reason(status.conditions, ConditionType.PERMITTED, Reason.REFUSED)
-            permitted.add_metric([name, namespace], float(not refused))
-            if status.last_finite_checkpoint is not None:
-                saved.add_metric([name, namespace], status.last_finite_checkpoint)
-            for newest in status.attempts[-1:]:
-                began.add_metric([name, namespace], newest.start_time.timestamp())
-        yield from (attempt, began, restarts, saved, permitted)
-
-
-def _gauge(name: str, text: str, labels: Iterable[str]) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, labels=list(labels))
 
 
 def _probe(check: Callable[[], str | None]) -> Callable[[web.Request], Any]:

@@ -69,11 +69,11 @@ def missing_series(sample: HealthSample, policy: HealthPolicy) -> tuple[str, ...
         "stall": without_step if sample.heartbeat is None else (),
         "straggler": beat,
     }
-    rules = {str(field.alias): name for name, field in HealthPolicy.model_fields.items()}
+    ignored = policy.ignored
     return tuple(
         f"{rule} ({', '.join(names)})"
         for rule, names in lacking.items()
-        if names and getattr(policy, rules[rule]).action != "Ignore"
+        if names and rule not in ignored
     )
 
 
