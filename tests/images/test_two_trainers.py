@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from lingcluster.client import wait_for
 from lingcluster.image_build import BuiltImage
 from lingcluster.journal import journal, kept_checkpoints
 from lingcluster.runc_container import RuncContainer, Start
+from ports import free_ports
 
 STEPS = 100_000  # never reached
 FROM_STEP = 5
@@ -42,9 +42,7 @@ def test_sigterm_to_one_of_two_checkpoints_the_last_logged_step_in_both(
     run["spec"]["run"]["runName"] = "pair"
     run["spec"]["run"]["metrics"] = {"metricsPort": 0}  # the network is the machine's
     run["spec"]["run"]["checkpoint"]["checkpointPeriod"] = STEPS
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{free_ports(1)[0]}"
     pair = [
         start_container(
             trainer_image,

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -24,6 +23,7 @@ from ling_operator.connection import Connection
 from ling_operator.rest import RestClient
 from ling_operator.telemetry import Telemetry
 from ling_operator.workqueue import WorkQueue
+from ports import free_ports
 
 JOBSETS = "jobset.x-k8s.io"
 
@@ -131,16 +131,6 @@ def config_for(server: str) -> str:
             "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
         }
     )
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:

