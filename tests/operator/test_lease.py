@@ -73,7 +73,8 @@ class Replicas:
     async def tries(self, replica: LeaderLease) -> bool:
         """Let a replica try once, as its loop does; return whether it leads."""
         loop = asyncio.create_task(replica.run())
-        await asyncio.sleep(0.01)
+        for _ in range(50):  # turns of the event loop, of which a try takes a few
+            await asyncio.sleep(0)
         loop.cancel()
         (result,) = await asyncio.gather(loop, return_exceptions=True)
         if isinstance(result, LostLeaseError):

@@ -195,7 +195,7 @@ async def test_a_hundred_black_holes_do_not_delay_a_scrape_that_works() -> None:
             await asyncio.sleep(0.1)
             started = time.monotonic()
             assert isinstance(await scrape(session, target(port)), HealthSample)
-            assert time.monotonic() - started < 1.5
+            assert time.monotonic() - started < 2.5, "behind a black hole it would take 3 s"
             for task in blocked:
                 task.cancel()
             await asyncio.gather(*blocked, return_exceptions=True)
@@ -408,4 +408,6 @@ async def test_a_connection_is_kept_only_for_a_page_that_is_read_again_soon(
         port = server.sockets[0].getsockname()[1]
         await scrape(session, target(port), again_soon=again_soon)
         await asyncio.sleep(0.1)
-        assert len(open_connections) == int(again_soon)
+        async with asyncio.timeout(10):
+            while len(open_connections) != int(again_soon):
+                await asyncio.sleep(0.01)

@@ -87,7 +87,7 @@ def test_a_peer_that_gave_up_first_is_still_counted(launch):
     while seen_processes(run.port) != 2:
         assert time.monotonic() < deadline, run.output()
         time.sleep(0.1)
-    time.sleep(1.5)  # process 0 looks once a second
+    time.sleep(6)  # process 0 looks once a second; it gives up long after
     run.popen[1].kill()
     assert run.wait() == [42, 137], run.output()
     assert "expected 3 processes, seen 2 within" in run.message(0)["message"]
@@ -98,7 +98,7 @@ def test_sigterm_while_waiting_for_peers_ends_at_once(launch):
     run.until("metrics=")
     time.sleep(3)  # into jax.distributed.initialize, where no Python handler runs
     run.popen[0].send_signal(signal.SIGTERM)
-    assert run.wait(timeout=5) == [143], run.output()
+    assert run.wait(timeout=30) == [143], run.output()
     assert run.message()["reason"] == "Stopped"
 
 
@@ -110,7 +110,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_checkpoint(launch):
     time.sleep(0.5)
     assert run.popen[0].poll() is None
     run.popen[0].send_signal(signal.SIGINT)
-    assert run.wait(timeout=5) == [130], run.output()
+    assert run.wait(timeout=30) == [130], run.output()
 
 
 def test_trainer_stops_off_counts_the_step_and_goes_on(launch, read_back):
