@@ -28,6 +28,7 @@ def test_pods_of_two_attempts_never_live_together(
     identity = runs.client.identity
     with Recording(identity, runs.pods_path) as pods, Recording(identity, runs.collection) as seen:
         runs.apply(scripted_run("two", template={**template, "env": stubborn}))
+        runs.wait_phase("two", "Running")
         runs.wait_step("two", 1)
         old = {started.process for started in kubelet.started(namespace)}
         old_uid = runs.jobset("two")["metadata"]["uid"]

@@ -11,6 +11,7 @@ import pytest
 
 from lingcluster import build
 from lingcluster.build import Builder, ProgramsUnavailableError
+from lingcluster.client import wait_for
 from lingcluster.modules import ETCD, MODULES, Module
 
 TRIVIAL = Module("trivial", {"hello": "example.com/trivial"})
@@ -66,13 +67,14 @@ def test_a_second_builder_waits_for_the_first(
         fcntl.flock(lock, fcntl.LOCK_EX)
         thread = threading.Thread(target=builder.ensure)
         thread.start()
+        wait_for("a word of the second", lambda: lines)
+        assert "waiting" in lines[0]
         thread.join(0.5)
         assert thread.is_alive()
-        assert "waiting" in lines[0]
         # The first builder finishes: the second must take its result, not build again.
         final.mkdir()
         (final / "hello").touch()
-    thread.join(10)
+    thread.join(30)
     assert not thread.is_alive()
     assert len(lines) == 1
 

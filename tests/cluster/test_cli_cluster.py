@@ -104,6 +104,7 @@ def test_kubectl_ling_lists_watches_and_refuses_as_kubectl_does(
     runs.apply(scripted_run("halts", env={"NAN_STEP": "20"}))
     runs.wait_phase("good", "Complete")
     runs.wait_phase("halts", "Halted")
+    runs.wait("halts", "both ends", lambda run: len(_ended(run)) == 2)
 
     table = ling("list").splitlines()
     assert [line.split()[:2] for line in table] == [
@@ -129,12 +130,14 @@ def test_kubectl_ling_lists_watches_and_refuses_as_kubectl_does(
     assert "usage: kubectl ling list" in usage
     assert "is no status" in usage
 
-    watching.terminate()
-    out, _ = watching.communicate(timeout=30)
+    out = read_until(watching, r"^halts +Halted")
     phases = [line.split()[1] for line in out.splitlines() if line.startswith("halts")]
     assert phases[0] != "Halted"
-    assert phases[-1] == "Halted"
     assert "NAME" not in out
+
+
+def _ended(run: Manifest) -> list[Manifest]:
+    return run["status"]["attempts"][-1]["evidence"]["ended"]
 
 
 @pytest.mark.slow
@@ -191,6 +194,7 @@ def test_a_debug_bundle_of_a_live_run_holds_all_but_its_secrets(
     secret = "hf_0123456789abcdef"
     runs.apply(scripted_run("live", env={"HF_TOKEN": secret, "STEP_SECONDS": "0.1"}))
     runs.wait_step("live", 1)
+    kubelet.wait_for_words(runs.namespace, runs.live_pods("live"))
     said = ling("debug", "live", "-o", "bundle.tar.gz")
     assert said.startswith("bundle.tar.gz: ")
     with tarfile.open(tmp_path / "bundle.tar.gz") as archive:

@@ -15,12 +15,16 @@ from lingcluster.workloads import JOBSETS, container, from_field, jobset, pod
 # Names the peers until the machine knows them, as a cluster's DNS does with a delay.
 FIND_PEERS = """
 for i in 0 1; do
-  for _ in $(seq 100); do getent hosts run-w-0-$i.run && break; sleep 0.1; done
+  for _ in $(seq 300); do getent hosts run-w-0-$i.run && break; sleep 0.1; done
 done
-sleep 1
+until [ -e {seen} ]; do sleep 0.1; done
 """
 # Process 1 of a container ignores a signal without a handler, so these set one.
-ENDS_ON_SIGTERM = "trap 'echo got SIGTERM; exit 143' TERM; while true; do sleep 0.1; done"
+ENDS_ON_SIGTERM = """
+trap 'echo got SIGTERM; exit 143' TERM
+echo ready
+while true; do sleep 0.1; done
+"""
 
 
 class Cluster:
@@ -84,10 +88,12 @@ def terminated(manifest: Manifest) -> Manifest:
 
 
 def test_a_jobset_of_two_pods_completes_and_its_host_names_resolve(
-    cluster: Cluster, kubelet: ProcessKubelet, namespace: str
+    cluster: Cluster, kubelet: ProcessKubelet, namespace: str, tmp_path: Path
 ) -> None:
-    cluster.create(jobset("run", FIND_PEERS))
+    seen = tmp_path / "seen"
+    cluster.create(jobset("run", FIND_PEERS.format(seen=seen)))
     running = cluster.wait_for_phase("Running", count=2)
+    seen.touch()
     status = cluster.wait_for_end("run")["status"]
     assert status["terminalState"] == "Completed"
     for each in running:
@@ -122,6 +128,7 @@ def test_suspend_sends_sigterm_leaves_no_pod_and_can_be_undone(
     kubelet.timing.final_delay = 2.0
     cluster.create(jobset("run", ENDS_ON_SIGTERM, max_restarts=0, fail_on_final_codes=True))
     first = cluster.wait_for_phase("Running", count=2)
+    kubelet.wait_for_words(namespace, [each["metadata"]["name"] for each in first], "ready")
     path = f"{cluster.jobsets}/run"
     cluster.client.patch(path, {"spec": {"suspend": True}})
     wait_for("no pod", lambda: not cluster.pods(), describe=cluster.describe)
@@ -145,6 +152,7 @@ def test_disruption_target_survives_the_kubelets_status_patch(
 ) -> None:
     kubelet.timing.final_delay = 3.0
     cluster.create(pod("one", ENDS_ON_SIGTERM))
+    kubelet.wait_for_words(namespace, ["one"], "ready")
     cluster.wait_for_phase("Running")
     eviction = {
         "apiVersion": "policy/v1",

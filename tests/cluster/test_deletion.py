@@ -21,6 +21,7 @@ def test_after_delete_jobs_pods_service_and_processes_are_gone(
     operator = start_operator()
     runs.apply(scripted_run("gone"))
     runs.wait_phase("gone", "Running")
+    kubelet.wait_for_words(namespace, runs.live_pods("gone"))
     processes = [started.process for started in kubelet.started(namespace)]
     assert len(processes) == 2
     owned = [

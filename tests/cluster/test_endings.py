@@ -32,8 +32,7 @@ def test_a_jobset_deleted_by_somebody_means_cancelled_and_is_not_made_again(
         runs.wait(
             "cancelled", "another pass", lambda r: r["status"]["observedGeneration"] >= generation
         )
-        created = [change for change in jobsets.changes if change.type == "ADDED"]
-    assert len(created) == 1
+    assert len([change for change in jobsets.changes if change.type == "ADDED"]) == 1
     assert runs.status("cancelled")["phase"] == "Cancelled"
     runs.edit("cancelled", suspend=False, attempt=2)
     runs.wait_phase("cancelled", "Running")
@@ -107,7 +106,7 @@ def test_restarts_without_progress_end_the_run_before_they_burn_the_budget(
     wait_for("the stop", lambda: runs.jobset("stuck")["spec"]["suspend"])
     runs.wait_no_live_pod("stuck")
     count = len(kubelet.started(namespace))
-    assert 3 <= count <= 5, "the stop comes about when the third restart does"
+    assert 3 <= count < budget, "the stop comes about when the third restart does"
     jobset = runs.jobset("stuck")
     assert jobset["status"].get("restartsCountTowardsMax", 0) < budget
     assert not jobset["status"].get("terminalState"), "it is stopped, with most of its budget"

@@ -137,7 +137,8 @@ def test_a_failed_run_keeps_what_was_printed_and_said_and_a_cut_endpoint_is_told
         """echo '{"message": "no such file"}' > /dev/termination-log; exit 3"""
     )
     runs.apply(shell_run("data", script))
-    found = evidence(runs.wait_phase("data", "Failed"))
+    runs.wait_phase("data", "Failed")
+    found = evidence(runs.wait("data", "its end", lambda run: evidence(run).get("ended")))
     assert found["log"] == ["reading shard 7", "no such \ufffd file"]
     assert found["ended"][0]["exitCode"] == 3
     assert json.loads(found["ended"][0]["message"]) == {"message": "no such file"}

@@ -17,7 +17,7 @@ from lingcluster.kubelet import ProcessKubelet
 from lingcluster.operator_process import StartOperator
 from lingcluster.story import Story
 from lingcluster.training_runs import TrainingRuns
-from lingcluster.watch import Recording, terminations
+from lingcluster.watch import Change, Recording, terminations
 
 NAME = "orders"
 STEPS = 400
@@ -56,13 +56,14 @@ def test_whoever_dies_first_a_lost_peer_restarts_the_run_and_divergence_halts_it
             kubelet.kill9(namespace, killed)
             began = time.monotonic()
             runs.wait(NAME, "the restart", lambda run, n=restarts: run["status"]["restarts"] == n)
-            pods.catch_up()
+            both = (killed, peer)
+            wait_for("both ends", lambda both=both: None not in _codes(pods.changes, *both))
             ends = terminations(pods.changes)
-            story.tell(f"process {process} killed: {_codes(ends, killed, peer)}")
+            story.tell(f"process {process} killed: {_codes(pods.changes, *both)}")
             assert ends[killed]["exitCode"] == 137
             assert ends[peer]["exitCode"] in LOST_PEER
             seconds = time.monotonic() - began
-            runs.wait(NAME, "two new pods", lambda _, old=(killed, peer): _both_are_new(runs, old))
+            runs.wait(NAME, "two new pods", lambda _, old=both: _both_are_new(runs, old))
 
         first, peer = runs.pod(NAME, 0), runs.pod(NAME, 1)
         for pod in (first, peer):
@@ -80,7 +81,7 @@ def test_whoever_dies_first_a_lost_peer_restarts_the_run_and_divergence_halts_it
         runs.wait_no_live_pod(NAME)
         pods.catch_up()
         ends = terminations(pods.changes)
-    story.tell(f"both lingered, process 0 killed: {_codes(ends, first, peer)}")
+    story.tell(f"both lingered, process 0 killed: {_codes(pods.changes, first, peer)}")
     assert len(ends) == 6, "after the divergence nothing was started"
     assert ends[first]["exitCode"] == 137
     assert ends[peer]["exitCode"] in {90, 139}, "SIGTERM is not what ended it"
@@ -115,5 +116,6 @@ def _both_are_new(runs: TrainingRuns, old: tuple[str, str]) -> bool:
     return len(running - set(old)) == 2
 
 
-def _codes(ends: dict[str, Manifest], *pods: str) -> list[object]:
+def _codes(changes: list[Change], *pods: str) -> list[object]:
+    ends = terminations(list(changes))
     return [ends[pod].get("exitCode") for pod in pods]

@@ -214,8 +214,9 @@ def test_a_list_in_pages_is_whole_though_etcd_is_compacted_between_them(
         for each in operator_proxy.exchanges
         if each.resource == "trainingruns" and each.method == "GET" and not each.watches
     ]
-    assert len(lists) >= len(names)
-    assert {each.status for each in lists} <= {200, 410}
+    answered = [each.status for each in lists if each.status]  # one may be on its way
+    assert len(answered) >= len(names)
+    assert set(answered) <= {200, 410}
     assert series(operator, "ling_operator_watch_objects", kind="trainingruns") == len(names)
 
 

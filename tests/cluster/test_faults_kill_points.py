@@ -30,6 +30,7 @@ from lingcluster.training_runs import TrainingRuns
 
 AT_ONCE = 5
 QUIET_SECONDS = 1.5
+REFERENCE_QUIET_SECONDS = 4.0  # nothing says what it will look like
 POLL_SECONDS = 0.2
 PATIENCE = 120.0
 NAME = "mortal"
@@ -123,6 +124,8 @@ class Life:
         """Wait until all is as expected and the operator has nothing more to write."""
         phase = {"suspend": "Suspended", "halt": "Halted"}.get(step, "Running")
         attempt = 2 if step in {"attempt", "halt"} else 1
+        pods = 1 if phase == "Running" else 0
+        quiet_seconds = QUIET_SECONDS if expected is not None else REFERENCE_QUIET_SECONDS
         last: list[tuple[float, Sight, list[str]]] = []
 
         def look() -> Sight | None:
@@ -131,9 +134,9 @@ class Life:
             writes = self.operator.writes()
             if not last or last[-1][1:] != (sight, writes):
                 last.append((time.monotonic(), sight, writes))
-            arrived = (sight.phase, sight.attempt) == (phase, attempt)
+            arrived = (sight.phase, sight.attempt, sight.live_pods) == (phase, attempt, pods)
             right = expected is None or sight == expected
-            quiet = time.monotonic() - last[-1][0] > QUIET_SECONDS
+            quiet = time.monotonic() - last[-1][0] > quiet_seconds
             return sight if arrived and right and quiet else None
 
         def describe() -> str:

@@ -59,7 +59,7 @@ class Loss:
         log = self.place.log.read_text()
         assert log.count('"event": "started"') == 1
         assert "Traceback" not in log
-        assert operator.stop() == 0
+        assert operator.stop(grace=30) == 0
         return seconds, where
 
     def _run(self, name: str, **spec: Any) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -24,14 +25,17 @@ def test_a_halt_that_fails_frees_quota_and_name_and_a_raised_attempt_starts_anew
     start_operator: StartOperator,
     scripted_run: Callable[..., Manifest],
     trainer_stops: bool,
+    tmp_path: Path,
 ) -> None:
+    nan = tmp_path / "nan"
     make_queue(control_plane.client, runs.namespace, QUEUE, pods=2)
     start_operator()
-    first = scripted_run("first", queue=QUEUE, env={"NAN_STEP": "60"})
+    first = scripted_run("first", queue=QUEUE, env={"NAN_FILE": str(nan)})
     first["spec"]["health"] |= {"haltMode": "Fail", "trainerStops": trainer_stops}
     runs.apply(first)
     uid = runs.wait_phase("first", "Running")["status"]["jobSetUID"]
     runs.apply(scripted_run("second", queue=QUEUE))
+    nan.touch()
     halted = runs.wait_phase("first", "Halted")
     assert halted["status"]["halt"]["reason"] == "NonFiniteLoss"
     wait_for("the JobSet to be gone", lambda: runs.client.find(f"{runs.jobsets}/first") is None)
@@ -41,8 +45,8 @@ def test_a_halt_that_fails_frees_quota_and_name_and_a_raised_attempt_starts_anew
     assert runs.status("first")["attempts"][-1]["reason"] == "NonFiniteLoss"
 
     runs.delete("second")
-    env = [v for v in first["spec"]["template"]["env"] if v["name"] != "NAN_STEP"]
-    runs.edit("first", attempt=2, template={"env": env})
+    nan.unlink()
+    runs.edit("first", attempt=2)
     again = runs.wait_phase("first", "Running")
     assert again["status"]["jobSetUID"] != uid
     assert [a.get("reason") for a in again["status"]["attempts"]] == ["NonFiniteLoss", None]

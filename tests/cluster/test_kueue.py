@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from lingcluster.client import Manifest, find_condition, wait_for
 from lingcluster.control_plane import ControlPlane
 from lingcluster.fault_table import FaultTable
+from lingcluster.kubelet import ProcessKubelet
 from lingcluster.kueue_controller import QUEUES, make_queue
 from lingcluster.operator_process import StartOperator
 from lingcluster.training_runs import RUN_LABEL, TrainingRuns
@@ -40,23 +42,16 @@ def workload_of(runs: TrainingRuns, name: str) -> Manifest:
     return workload
 
 
-def admission(run: Manifest) -> tuple[str, str]:
-    condition = find_condition(run, "Admitted") or {}
-    return condition.get("status", ""), condition.get("reason", "")
-
-
-def why(run: Manifest) -> str:
-    return (find_condition(run, "Admitted") or {}).get("message", "")
-
-
 def test_a_halted_run_frees_its_quota_and_stays_halted_while_the_next_one_runs(
     runs: TrainingRuns,
     start_operator: StartOperator,
     scripted_run: Callable[..., Manifest],
     queue: str,
+    tmp_path: Path,
 ) -> None:
+    nan = tmp_path / "nan"
     start_operator()
-    first = scripted_run("first", queue=queue, env={"NAN_STEP": "100"})
+    first = scripted_run("first", queue=queue, env={"NAN_FILE": str(nan)})
     first["spec"]["health"]["trainerStops"] = False
     runs.apply(first)
     runs.wait_phase("first", "Running")
@@ -72,12 +67,13 @@ def test_a_halted_run_frees_its_quota_and_stays_halted_while_the_next_one_runs(
     assert runs.status("second")["phase"] == "Queued"
     assert runs.live_pods("second") == []
 
+    nan.touch()
     halted = runs.wait_phase("first", "Halted")
     assert halted["status"]["halt"]["reason"] == "NonFiniteLoss"
     runs.wait_phase("second", "Running")
     runs.wait_no_live_pod("first")
     assert workload_of(runs, "first")["spec"]["active"] is False
-    assert admission(runs.get("first")) == ("False", "Deactivated")
+    runs.wait_condition("first", "Admitted", "False", "Deactivated")
     assert runs.jobset("first")["spec"]["suspend"] is True
     assert runs.status("first")["phase"] == "Halted"
     reasons = {event["reason"] for event in runs.events("first")}
@@ -123,12 +119,12 @@ def test_a_pause_gives_the_quota_back_and_a_resume_waits_for_it_without_spending
     runs.wait_phase("paused", "Running")
     runs.edit("paused", suspend=True)
     runs.wait_condition("paused", "Suspended", "True", "SuspendRequested")
-    runs.apply(scripted_run("guest", queue=queue, steps=200))
+    runs.apply(scripted_run("guest", queue=queue))
     runs.wait_phase("guest", "Running")
     runs.edit("paused", suspend=False)
     runs.wait_condition("paused", "Admitted", "False", "WaitingForQuota")
     assert runs.status("paused")["phase"] == "Queued"
-    runs.wait_phase("guest", "Complete")
+    runs.delete("guest")
     resumed = runs.wait_phase("paused", "Running")
     assert resumed["status"]["restarts"] == 0
     assert resumed["status"]["attempt"] == 1
@@ -152,13 +148,14 @@ def test_an_evicted_run_goes_on_when_its_quota_is_back_and_no_restart_is_counted
     control_plane.client.patch(cluster_queue, {"spec": {"stopPolicy": "None"}})
     run = runs.wait_phase("evicted", "Running")
     assert run["status"]["restarts"] == 0
-    assert admission(run) == ("True", "Admitted")
+    runs.wait_condition("evicted", "Admitted", "True", "Admitted")
 
 
 def test_a_preempted_run_is_queued_and_goes_on_when_the_more_urgent_one_is_done(
     runs: TrainingRuns,
     start_operator: StartOperator,
     scripted_run: Callable[..., Manifest],
+    kubelet: ProcessKubelet,
     queue: str,
     urgent: str,
     faults: FaultTable,
@@ -166,13 +163,14 @@ def test_a_preempted_run_is_queued_and_goes_on_when_the_more_urgent_one_is_done(
     start_operator()
     runs.apply(scripted_run("patient", queue=queue, restarts=0))
     runs.wait_step("patient", 1)
+    kubelet.wait_for_words(runs.namespace, runs.live_pods("patient"))
     hurried = scripted_run("hurried", queue=queue, steps=100)
     hurried["spec"]["template"]["priorityClassName"] = urgent
     with Recording(runs.client.identity, runs.pods_path) as pods:
         runs.apply(hurried)
         began = time.monotonic()
-        runs.wait_condition("patient", "Admitted", "False", "Evicted")
-        assert "preempted" in why(runs.get("patient")).lower()
+        evicted = runs.wait_condition("patient", "Admitted", "False", "Evicted")
+        assert "preempted" in evicted["message"].lower()
         runs.wait_phase("patient", "Queued")
         queued = time.monotonic() - began
         runs.wait_phase("hurried", "Complete")

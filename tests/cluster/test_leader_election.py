@@ -51,9 +51,11 @@ def is_halt(record: AuditRecord) -> bool:
     return (record.resource, record.verb) == ("jobsets", "patch")
 
 
-def pair(start: StartOperator) -> tuple[OperatorProcess, OperatorProcess]:
-    """Start a leader and a standby."""
-    first = start(arguments=ELECT)
+def pair(
+    start: StartOperator, kubeconfig: Path | None = None
+) -> tuple[OperatorProcess, OperatorProcess]:
+    """Start a leader, which may have a kubeconfig of its own, and a standby."""
+    first = start(kubeconfig=kubeconfig, arguments=ELECT)
     wait_for("the first to lead", lambda: leads(first))
     second = start(arguments=ELECT)
     assert not leads(second)
@@ -66,9 +68,11 @@ def test_a_killed_leader_is_replaced_in_time_and_the_halt_it_missed_is_made(
     scripted_run: Callable[..., Manifest],
     leases: KubeClient,
     faults: FaultTable,
+    tmp_path: Path,
 ) -> None:
     first, second = pair(start_operator)
-    run = scripted_run("missed", env={"NAN_STEP": "200"})
+    nan = tmp_path / "nan"
+    run = scripted_run("missed", env={"NAN_FILE": str(nan)})
     run["spec"]["health"]["trainerStops"] = False
     runs.apply(run)
     runs.wait_phase("missed", "Running")
@@ -76,6 +80,7 @@ def test_a_killed_leader_is_replaced_in_time_and_the_halt_it_missed_is_made(
     before = holder(leases)
     first.kill()
     died = time.monotonic()
+    nan.touch()
     wait_for("the standby to lead", lambda: leads(second), timeout=2 * LONGEST_FAILOVER)
     seconds = time.monotonic() - died
     assert seconds < LONGEST_FAILOVER
@@ -92,8 +97,8 @@ def test_a_leader_that_is_told_to_stop_hands_over_at_once(
     start_operator: StartOperator, leases: KubeClient
 ) -> None:
     first, second = pair(start_operator)
+    assert first.stop(grace=30) == 0
     told = time.monotonic()
-    assert first.stop() == 0
     wait_for("the standby to lead", lambda: leads(second))
     assert time.monotonic() - told < LONGEST_FAILOVER / 2
     assert holder(leases) != ""
@@ -102,31 +107,34 @@ def test_a_leader_that_is_told_to_stop_hands_over_at_once(
 def test_a_frozen_leader_writes_nothing_when_it_thaws(
     runs: TrainingRuns,
     start_operator: StartOperator,
+    operator_proxy: ApiProxy,
     scripted_run: Callable[..., Manifest],
     leases: KubeClient,
     audit_log: AuditLog,
+    tmp_path: Path,
 ) -> None:
-    first, second = pair(start_operator)
+    kubeconfig = operator_proxy.identity.write_kubeconfig(tmp_path / "proxied.kubeconfig")
+    first, second = pair(start_operator, kubeconfig)
     old = holder(leases)
-    run = scripted_run("frozen", env={"NAN_STEP": "150"})
+    nan = tmp_path / "nan"
+    run = scripted_run("frozen", env={"NAN_FILE": str(nan)})
     run["spec"]["health"]["trainerStops"] = False
     runs.apply(run)
     runs.wait_phase("frozen", "Running")
     first.signal(signal.SIGSTOP)
     try:
+        nan.touch()
         runs.wait_phase("frozen", "Halted")
         runs.wait_no_live_pod("frozen")
         runs.wait("frozen", "the end of its halt", lambda run: run["status"]["stop"]["confirmed"])
-        time.sleep(2.0)  # the new leader has nothing left to write but the Lease
-        since_thaw = audit_log.mark()
+        thawed = time.time()
     finally:
         first.signal(signal.SIGCONT)
     assert first.wait(timeout=30) == 1, "it ends, and starts anew as a standby"
     assert holder(leases) not in {"", old}
     assert leads(second)
-    mine = since_thaw.records(user=operator_process.USER)
-    written = [each for each in mine if each.verb not in {"get", "list", "watch"}]
-    assert {each.resource for each in written} <= {"leases"}
+    sent = [each for each in operator_proxy.writes() if each.started > thawed]
+    assert {each.resource for each in sent} <= {"leases"}
     halts = [each for each in audit_log.records(user=operator_process.USER) if is_halt(each)]
     assert {each.code for each in halts} == {200}
 
@@ -165,19 +173,25 @@ def test_a_leader_frozen_between_intent_and_act_leaves_both_halts_to_its_success
     wait_for("the first to lead", lambda: leads(first))
     freezer.operator = first
     second = start_operator(arguments=ELECT)
-    for name, step in (("now", "100"), ("meanwhile", "220")):
-        run = scripted_run(name, env={"NAN_STEP": step})
+    names = ("now", "meanwhile")
+    nans = {name: tmp_path / f"nan-{name}" for name in names}
+    for name in names:
+        run = scripted_run(name, env={"NAN_FILE": str(nans[name])})
         run["spec"]["health"]["trainerStops"] = False
         runs.apply(run)
+    for name in names:
+        runs.wait_phase(name, "Running")
+    nans["now"].touch()
     assert freezer.frozen.wait(120)
     frozen = time.monotonic()
+    nans["meanwhile"].touch()
     try:
         assert runs.status("now")["phase"] == "Halted", "the intent is there"
         assert not runs.jobset("now")["spec"].get("suspend"), "the act is not"
         assert runs.status("meanwhile").get("phase") != "Halted"
         wait_for("the standby to lead", lambda: leads(second))
         failover = time.monotonic() - frozen
-        for name in ("now", "meanwhile"):
+        for name in names:
             runs.wait_phase(name, "Halted")
             runs.wait_no_live_pod(name)
             runs.wait(name, "the end of its halt", lambda run: run["status"]["stop"]["confirmed"])
@@ -194,7 +208,7 @@ def test_a_leader_frozen_between_intent_and_act_leaves_both_halts_to_its_success
     mine = audit_log.records(user=operator_process.USER)
     halts = [(each.name, each.code) for each in mine if is_halt(each)]
     assert sorted(halts) == [("meanwhile", 200), ("now", 200)], "one write per action"
-    told = Counter(e["reason"] for name in ("now", "meanwhile") for e in runs.events(name))
+    told = Counter(e["reason"] for name in names for e in runs.events(name))
     assert told["NonFiniteLoss"] == 2
     faults.record(
         "leader frozen for 20 s between intent and act, a second run diverges meanwhile",

@@ -47,23 +47,24 @@ def test_an_eviction_through_the_api_costs_no_restart(
     runs: TrainingRuns,
     start_operator: StartOperator,
     gang_run: Callable[..., Manifest],
+    kubelet: ProcessKubelet,
     faults: FaultTable,
 ) -> None:
     start_operator()
     with Recording(runs.client.identity, runs.pods_path) as pods:
         runs.apply(gang_run("evicted", lost_peer=lost_peer, **env))
-        runs.wait_step("evicted", 1)
+        _wait_gang(runs, kubelet, "evicted", set(), hosts=2)
         evicted, peer = runs.pod("evicted", victim), runs.pod("evicted", 1 - victim)
         eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": evicted}}
         runs.client.create(f"{runs.pods_path}/{evicted}/eviction", eviction)
         began = time.monotonic()
-        _wait_restarted(runs, "evicted", {evicted, peer}, hosts=2)
+        _wait_gang(runs, kubelet, "evicted", {evicted, peer}, hosts=2)
         seconds = time.monotonic() - began
         pods.catch_up()
         ends = terminations(pods.changes)
     assert [ends[name]["exitCode"] for name in (evicted, peer)] == codes
     assert _disruptions(pods.changes) == {evicted: "EvictionByEvictionAPI"}
-    assert runs.status("evicted")["restarts"] == 1
+    runs.wait("evicted", "one restart", lambda run: run["status"]["restarts"] == 1)
     faults.record(
         "a host is evicted through the API, its peer dies of the broken collective",
         f"{seconds:.1f} s to Running again",
@@ -88,7 +89,7 @@ def test_a_slice_survives_the_scheduler_a_taint_and_the_loss_of_a_node_without_a
     run["spec"]["template"]["nodeSelector"] = {"cloud.google.com/gke-nodepool": "v6e-b"}
     with Recording(runs.client.identity, runs.pods_path) as pods:
         runs.apply(run)
-        old = _wait_restarted(runs, "slice", set(), hosts=HOSTS)
+        old = _wait_gang(runs, kubelet, "slice", set(), hosts=HOSTS)
 
         chips = {"limits": {"google.com/tpu": 4}}
         guest = container("sleep 1000", resources=chips)
@@ -96,11 +97,11 @@ def test_a_slice_survives_the_scheduler_a_taint_and_the_loss_of_a_node_without_a
         runs.client.create(runs.pods_path, pod("guest", guest, grace=1, **spec))
         wait_for("the guest", lambda: _is_running(runs, "guest"), timeout=60)
         runs.client.delete(f"{runs.pods_path}/guest")
-        old |= _wait_restarted(runs, "slice", old, hosts=HOSTS)
+        old |= _wait_gang(runs, kubelet, "slice", old, hosts=HOSTS)
 
         pod_of_node = {pod["spec"]["nodeName"]: pod for pod in runs.pods("slice")}
         _evict_for_taint(runs, pod_of_node["v6e-b-1"])
-        old |= _wait_restarted(runs, "slice", old, hosts=HOSTS)
+        old |= _wait_gang(runs, kubelet, "slice", old, hosts=HOSTS)
 
         # The garbage collector looks every 20 s, and gives a node 40 s to come back.
         runs.client.delete("/api/v1/nodes/v6e-b-3")
@@ -110,10 +111,10 @@ def test_a_slice_survives_the_scheduler_a_taint_and_the_loss_of_a_node_without_a
         finally:
             kubelet.register_node("v6e-b-3")
         collected = time.monotonic() - began
-        _wait_restarted(runs, "slice", old, hosts=HOSTS)
+        _wait_gang(runs, kubelet, "slice", old, hosts=HOSTS)
         by = list(_disruptions(pods.changes).values())
     assert by == ["PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC"]
-    assert runs.status("slice")["restarts"] == 3
+    runs.wait("slice", "three restarts", lambda run: run["status"]["restarts"] == 3)
     faults.record(
         "a slice loses a host to a more urgent pod, another to a taint, a third with its node",
         f"{collected:.0f} s until the garbage collector gives up the node's pod",
@@ -121,8 +122,13 @@ def test_a_slice_survives_the_scheduler_a_taint_and_the_loss_of_a_node_without_a
     )
 
 
-def _wait_restarted(runs: TrainingRuns, name: str, old: set[str], *, hosts: int) -> set[str]:
-    """Wait until all pods are new and the run Running; no restart is spent. Return the pods."""
+def _wait_gang(
+    runs: TrainingRuns, kubelet: ProcessKubelet, name: str, old: set[str], *, hosts: int
+) -> set[str]:
+    """Wait until all pods are new, know one another, and the run is Running; return the pods.
+
+    No restart is spent by then.
+    """
 
     def new(run: Manifest) -> set[str] | None:
         names = {
@@ -137,6 +143,7 @@ def _wait_restarted(runs: TrainingRuns, name: str, old: set[str], *, hosts: int)
     assert runs.jobset(name)["status"].get("restartsCountTowardsMax", 0) == 0
     found = new(run)
     assert found
+    kubelet.wait_for_words(runs.namespace, found, "all peers are seen")
     return found
 
 

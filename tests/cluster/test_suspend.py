@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lingcluster.client import Manifest, find_condition, wait_for
+from lingcluster.client import Manifest, find_condition
 from lingcluster.fault_table import FaultTable
 from lingcluster.journal import kept_checkpoints
 from lingcluster.kubelet import ProcessKubelet
@@ -136,11 +136,9 @@ def _wait_running(runs: TrainingRuns, kubelet: ProcessKubelet) -> None:
     """Wait until all run, and answer SIGTERM: process 1 ignores it until it has a handler."""
     for name in SURVIVORS:
         runs.wait_phase(name, "Running")
-    for pod in runs.client.items(runs.pods_path):
-        if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]:
-            name = pod["metadata"]["name"]
-            wait_for(
-                f"a word of {name}",
-                lambda name=name: kubelet.log(runs.namespace, name),
-                timeout=120,
-            )
+    names = [
+        pod["metadata"]["name"]
+        for pod in runs.client.items(runs.pods_path)
+        if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
+    ]
+    kubelet.wait_for_words(runs.namespace, names)

@@ -80,6 +80,9 @@ def test_two_containers_a_host_form_one_group_and_the_end_of_one_of_them_halts_t
 
     pods = runs.pods("dual")
     assert len({pod["spec"]["nodeName"] for pod in pods}) == 2
+    # Each of both containers says it, after the last of all four has joined.
+    words = "of GKE's variables"
+    wait_for("all their words", lambda: kubelet.logs(runs.namespace).count(words) == 4)
     lines: list[str] = []
     for pod in pods:
         for container in pod["spec"]["containers"]:
@@ -142,4 +145,4 @@ def test_what_the_template_says_reaches_the_pods_and_the_scheduler(
         terms = spec["affinity"]["podAntiAffinity"]
         (term,) = terms["requiredDuringSchedulingIgnoredDuringExecution"]
         assert term["topologyKey"] == pool, "a slice has a node pool to itself"
-    assert runs.status("whole")["phase"] == "Starting"
+    runs.wait_phase("whole", "Starting")

@@ -27,6 +27,7 @@ class Scene:
 
     def new_pods(self) -> list[str]:
         """Return the pods that were made after the halt."""
+        self.pods.catch_up()
         names = [c.object["metadata"]["name"] for c in self.pods.changes if c.type == "ADDED"]
         return names[2:]
 
@@ -36,7 +37,7 @@ class Scene:
         assert has_condition(run, "Halted")
         assert run["status"]["attempt"] == ATTEMPT
         assert self.runs.jobset(NAME)["spec"]["suspend"]
-        assert self.runs.live_pods(NAME) == []
+        self.runs.wait_no_live_pod(NAME)
 
     def wait_observed(self, run: Manifest) -> None:
         """Wait until the operator has seen an edit."""
@@ -109,4 +110,4 @@ def test_a_jobset_unsuspended_by_hand_is_suspended_again_and_the_override_is_tol
     wait_for("the stop", lambda: runs.jobset(NAME)["spec"]["suspend"])
     runs.wait_no_live_pod(NAME)
     scene.assert_still_halted()
-    assert kubelet.live_processes(runs.namespace) == []
+    wait_for("no process", lambda: not kubelet.live_processes(runs.namespace))
