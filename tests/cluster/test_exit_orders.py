@@ -57,7 +57,11 @@ def test_whoever_dies_first_a_lost_peer_restarts_the_run_and_divergence_halts_it
             began = time.monotonic()
             runs.wait(NAME, "the restart", lambda run, n=restarts: run["status"]["restarts"] == n)
             both = (killed, peer)
-            wait_for("both ends", lambda both=both: None not in _codes(pods.changes, *both))
+            wait_for(
+                "both ends",
+                lambda both=both: None not in _codes(pods.changes, *both),
+                timeout=120,
+            )
             ends = terminations(pods.changes)
             story.tell(f"process {process} killed: {_codes(pods.changes, *both)}")
             assert ends[killed]["exitCode"] == 137
