@@ -173,7 +173,7 @@ def measure_operator(bench: Bench) -> dict[str, Any]:
         kubeconfig=plane.service_account_kubeconfig(
             operator_process.NAMESPACE, operator_process.SERVICE_ACCOUNT, expiration_seconds=86400
         ),
-        namespace=None,
+        namespaces=[],
         addresses=OperatorAddresses(f"{plane.address}:{metrics}", f"{plane.address}:{probes}"),
         log=plane.directory / "operator.log",
         session=plane.session,

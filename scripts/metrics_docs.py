@@ -57,6 +57,7 @@ OPERATOR = """\
 ## Operator, about itself
 
 On the same page, without `run` and `run_namespace`; besides, `process_*` of the Python client.
+`watched_namespace` is empty, which is the same as absent, where all namespaces are watched.
 """
 
 

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import re
 import resource
 import signal
 import socket
@@ -14,14 +15,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from ling_operator.caches import Caches
+from ling_operator.caches import WATCHES, Caches
 from ling_operator.cluster import Cluster
 from ling_operator.connection import Connection, NoClusterError, discover
 from ling_operator.controller import Controller
 from ling_operator.lease import RETRY_SECONDS, LeaderLease
 from ling_operator.logs import log_json
 from ling_operator.reflector import Key
-from ling_operator.rest import RestClient
+from ling_operator.rest import CONNECTIONS, RestClient
 from ling_operator.scrape import ScrapeSession
 from ling_operator.telemetry import Telemetry
 from ling_operator.workqueue import WorkQueue
@@ -56,7 +57,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="ling-operator", description="Runs TrainingRuns as JobSets and halts diverged ones."
     )
     parser.add_argument("--kubeconfig", help="default: KUBECONFIG, ~/.kube/config, in-cluster")
-    parser.add_argument("--namespace", help="watch this namespace only; default: all")
+    parser.add_argument(
+        "--namespace",
+        action="append",
+        default=[],
+        dest="namespaces",
+        type=_namespace,
+        metavar="NAME",
+        help="watch this namespace only; repeat it for several; default: all",
+    )
     parser.add_argument(
         "--metrics-bind-address",
         type=_address,
@@ -109,6 +118,13 @@ def _own_namespace() -> str:
         return "default"
 
 
+def _namespace(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", text):
+        msg = f"{text!r} is no namespace; write --namespace once for each"
+        raise argparse.ArgumentTypeError(msg)
+    return text
+
+
 def _address(text: str) -> str:
     _, colon, port = text.rpartition(":")
     if text != "0" and not (colon and port.isdigit() and int(port) < 65536):
@@ -132,10 +148,17 @@ async def operate(options: argparse.Namespace, connection: Connection) -> int:
     async with AsyncExitStack() as stack:
         lease = await _lease(options, connection, stack)
         leading = (lambda: True) if lease is None else (lambda: lease.leading)
-        client = await stack.enter_async_context(RestClient(connection, may_write=leading))
+        namespaces = tuple(dict.fromkeys(options.namespaces))
+        client = await stack.enter_async_context(
+            RestClient(
+                connection,
+                connections=CONNECTIONS + WATCHES * len(namespaces),
+                may_write=leading,
+            )
+        )
         session = await stack.enter_async_context(ScrapeSession())
         queue: WorkQueue[Key] = WorkQueue()
-        caches = Caches(client, namespace=options.namespace, wake=queue.add)
+        caches = Caches(client, namespaces=namespaces, wake=queue.add)
         telemetry = Telemetry(
             queue,
             caches,
@@ -148,9 +171,9 @@ async def operate(options: argparse.Namespace, connection: Connection) -> int:
             probes=options.health_probe_bind_address,
         )
         controller = Controller(queue, caches, Cluster(client, caches), telemetry)
-        tasks = [_named(r.run(), f"watch {r.kind}") for r in caches.reflectors]
+        tasks = [_named(r.run(), f"watch {r.name}") for r in caches.reflectors]
         tasks += [_named(lease.run(), "lease")] if lease is not None else []
-        _log.info("started", extra={"server": connection.server, "namespace": options.namespace})
+        _log.info("started", extra={"server": connection.server, "namespaces": namespaces})
         # A standby's caches are full when it takes over; everything below waits for the Lease.
         ready = _named(_ready(caches, lease), "first lists and the Lease")
         ended = await _first_end([*tasks, ready], stop)

@@ -4,13 +4,16 @@ Pods, Jobs and Workloads are found by the name of their JobSet, which is the run
 the one that spec.watch gives: JobSets that others launched have no label of ours.
 """
 
+import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ling_operator.api import GROUP, PLURAL, VERSION
 from ling_operator.progress import heartbeat_targets, metrics_port_of, scrape_target
 from ling_operator.reflector import Change, Key, Reflector
+from ling_operator.reflectors import Path, Reflectors
 from ling_operator.rest import JsonObject, RestClient
 from ling_operator.run_view import RunView, view_run
 from ling_operator.scrape import ScrapeTarget
@@ -19,6 +22,7 @@ from ling_operator.watch_index import WatchIndex
 from ling_operator.workload import KUEUE_GROUP, WorkloadView, view_workload
 
 JOBSET_GROUP = "jobset.x-k8s.io/v1alpha2"
+WATCHES = 5  # kinds, of each namespace; every one of them keeps a connection
 _GONE_PODS_KEPT = 64
 _ORDINARY_EXITS = frozenset({None, 0, 143})
 
@@ -48,6 +52,10 @@ class ScrapeJob:
 class Caches:
     """The watched kinds. Any change of a run, or of what belongs to it, calls wake(key).
 
+    Args:
+      namespaces: to watch, each once; none for all. One that cannot be listed, for want of a
+        right, keeps none of the others waiting.
+
     Attributes:
       runs: TrainingRuns, parsed once a change.
       jobsets: all JobSets of the namespaces watched, others' too: a name may be taken.
@@ -55,72 +63,72 @@ class Caches:
       pods: pods of JobSets, others' too.
       kueue_version: group and version of Workloads; empty while Kueue was not found.
       workloads: Kueue's Workloads; none where Kueue is not installed.
-      reflectors: all five, to be run and asked for their age.
+      reflectors: of each namespace all five, to be run and asked for their age.
     """
 
     def __init__(
-        self, client: RestClient, *, namespace: str | None, wake: Callable[[Key], None]
+        self, client: RestClient, *, namespaces: Sequence[str], wake: Callable[[Key], None]
     ) -> None:
-        self._wake = wake
+        self._wake_worker = wake
+        self._synced = asyncio.Event()
         self._index = WatchIndex()
         self._pods: dict[Key, dict[str, PodView]] = {}
         self._gone: dict[Key, dict[str, PodView]] = {}
         self._jobs: dict[Key, set[str]] = {}
-        self.runs = Reflector(
-            client,
-            collection(f"{GROUP}/{VERSION}", PLURAL, namespace),
-            kind=PLURAL,
-            view=view_run,
-            on_change=self._run_changed,
-        )
-        self.jobsets = Reflector(
-            client,
-            collection(JOBSET_GROUP, "jobsets", namespace),
-            kind="jobsets",
-            view=view_jobset,
-            on_change=self._jobset_changed,
-        )
-        self.jobs = Reflector(
-            client,
-            collection("batch/v1", "jobs", namespace),
-            kind="jobs",
-            view=_jobset_name,
-            on_change=self._job_changed,
-            label_selector=JOB_SET_NAME_LABEL,
-        )
-        self.pods = Reflector(
-            client,
-            collection("v1", "pods", namespace),
-            kind="pods",
-            view=view_pod,
-            on_change=self._pod_changed,
-            label_selector=JOB_SET_NAME_LABEL,
-        )
-        self.kueue_version = ""
         self._workloads: dict[Key, dict[str, WorkloadView]] = {}
-        self.workloads = Reflector(
-            client,
-            functools.partial(self._find_workloads, client, namespace),
-            kind="workloads",
-            view=view_workload,
-            on_change=self._workload_changed,
+        self.kueue_version = ""
+
+        def watch[T](
+            kind: str,
+            path: Callable[[str | None], Path],
+            view: Callable[[JsonObject], T],
+            on_change: Callable[[Change[T]], None],
+            label_selector: str | None = None,
+        ) -> Reflectors[T]:
+            return Reflectors(
+                client,
+                namespaces,
+                path,
+                kind=kind,
+                view=view,
+                on_change=on_change,
+                on_synced=self._kind_synced,
+                label_selector=label_selector,
+            )
+
+        runs = functools.partial(collection, f"{GROUP}/{VERSION}", PLURAL)
+        jobsets = functools.partial(collection, JOBSET_GROUP, "jobsets")
+        jobs = functools.partial(collection, "batch/v1", "jobs")
+        pods = functools.partial(collection, "v1", "pods")
+        self.runs = watch(PLURAL, runs, view_run, self._run_changed)
+        self.jobsets = watch("jobsets", jobsets, view_jobset, self._jobset_changed)
+        self.jobs = watch("jobs", jobs, _jobset_name, self._job_changed, JOB_SET_NAME_LABEL)
+        self.pods = watch("pods", pods, view_pod, self._pod_changed, JOB_SET_NAME_LABEL)
+        self.workloads = watch(
+            "workloads",
+            lambda namespace: functools.partial(self._find_workloads, client, namespace),
+            view_workload,
+            self._workload_changed,
         )
-        self.reflectors = (self.runs, self.jobsets, self.jobs, self.pods, self.workloads)
+        kinds = (self.runs, self.jobsets, self.jobs, self.pods, self.workloads)
+        self._reflectors: dict[str | None, tuple[Reflector[Any], ...]] = {
+            namespace: tuple(kind.each[namespace] for kind in kinds)
+            for namespace in self.runs.each
+        }
+        self.reflectors = tuple(each for of in self._reflectors.values() for each in of)
 
     async def synced(self) -> None:
-        """Wait until every kind has been listed: deciding earlier would miss what exists."""
-        for reflector in self.reflectors:
-            await reflector.synced.wait()
+        """Wait until every kind of one namespace has been listed: see run for the others'."""
+        await self._synced.wait()
 
-    @property
-    def refusal(self) -> str | None:
-        """What the API server says to the first kind that may not be listed or watched."""
-        refusals = (r.refusal for r in self.reflectors)
+    def refusal(self, namespace: str) -> str | None:
+        """What the API server says to the first kind that may not be listed or watched there."""
+        refusals = (each.refusal for each in self._reflectors_of(namespace))
         return next((said for said in refusals if said is not None), None)
 
     def run(self, key: Key) -> RunView | None:
-        """Return a TrainingRun."""
-        return self.runs.objects.get(key)
+        """Return a TrainingRun; None while deciding would miss something not listed yet."""
+        return self.runs.objects.get(key) if self._is_listed(key[0]) else None
 
     def jobset_key(self, key: Key) -> Key:
         """Return namespace and name of a run's JobSet: of its own name, or the one it watches."""
@@ -149,7 +157,7 @@ class Caches:
 
     def scrape_job(self, key: Key) -> ScrapeJob | None:
         """Say where to read a run's metrics; None unless its process 0 runs and has an address."""
-        view, pods = self.runs.objects.get(key), self._pods.get(self.jobset_key(key))
+        view, pods = self.run(key), self._pods.get(self.jobset_key(key))
         if view is None or view.run is None or not pods:
             return None
         pod = scrape_target(view.run, tuple(pods.values()))
@@ -159,7 +167,7 @@ class Caches:
 
     def heartbeat_jobs(self, key: Key, interval_seconds: float) -> tuple[ScrapeJob, ...]:
         """Say where to read the heartbeats of a run's hosts; none for a run of one process."""
-        view, pods = self.runs.objects.get(key), self._pods.get(self.jobset_key(key))
+        view, pods = self.run(key), self._pods.get(self.jobset_key(key))
         if view is None or view.run is None or not pods:
             return ()
         targets = heartbeat_targets(view.run, tuple(pods.values()))
@@ -183,6 +191,23 @@ class Caches:
         group = await client.get(f"/apis/{KUEUE_GROUP}")
         self.kueue_version = str(group["preferredVersion"]["groupVersion"])
         return collection(self.kueue_version, "workloads", namespace)
+
+    def _reflectors_of(self, namespace: str | None) -> tuple[Reflector[Any], ...]:
+        return self._reflectors[None if None in self._reflectors else namespace]
+
+    def _is_listed(self, namespace: str | None) -> bool:
+        return all(each.synced.is_set() for each in self._reflectors_of(namespace))
+
+    def _kind_synced(self, namespace: str | None) -> None:
+        """Begin with a namespace's runs when the last of its kinds has been listed."""
+        if self._is_listed(namespace):
+            self._synced.set()
+            for key in self.runs.each[namespace].objects:
+                self._wake(key)
+
+    def _wake(self, key: Key) -> None:
+        if self._is_listed(key[0]):
+            self._wake_worker(key)
 
     def _run_changed(self, change: Change[RunView]) -> None:
         of = self.jobset_key(change.key)

@@ -94,7 +94,7 @@ class Cluster:
         self._logs[key] = await self._log_reader.tail(key[0], source)
 
     async def observe(self, namespace: str, name: str) -> Observed | None:
-        """Return all that a decision about a run rests on; None if there is no such run.
+        """Return all that a decision about a run rests on; None if none is to be made.
 
         Raises:
           ConfigError: its status cannot be read, so nothing may be decided.
@@ -164,7 +164,7 @@ class Cluster:
 
     def refusal(self, key: Key) -> str | None:
         """Return what the API server refuses of what a run needs, creating its JobSet apart."""
-        return self._denied.get(key) or self._caches.refusal
+        return self._denied.get(key) or self._caches.refusal(key[0])
 
     async def _write_status(self, key: Key, observed: Observed, plan: Plan) -> None:
         """PUT the status; a stale resourceVersion, or another object, is refused with 409."""

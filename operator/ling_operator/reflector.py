@@ -41,9 +41,11 @@ class Reflector[T]:
 
     Args:
       path: of the collection; a function is asked before each list, and may raise ApiError.
+      on_synced: called once, when `synced` is set.
 
     Attributes:
       kind: for logs and metrics, such as 'pods'.
+      namespace: that the collection is of; None for all.
       synced: set after the first complete list.
       relists: number of complete lists.
       problem: why there is no watch at this moment, None while there is one.
@@ -55,12 +57,15 @@ class Reflector[T]:
         path: str | Callable[[], Awaitable[str]],
         *,
         kind: str,
+        namespace: str | None,
         view: Callable[[JsonObject], T],
         on_change: Callable[[Change[T]], None],
+        on_synced: Callable[[], None] = lambda: None,
         label_selector: str | None = None,
         watch_seconds: tuple[float, float] = WATCH_SECONDS,
     ) -> None:
         self.kind = kind
+        self.namespace = namespace
         self.synced = asyncio.Event()
         self.relists = 0
         self._client = client
@@ -68,6 +73,7 @@ class Reflector[T]:
         self._find_path = None if isinstance(path, str) else path
         self._view = view
         self._on_change = on_change
+        self._on_synced = on_synced
         self._selection = {"labelSelector": label_selector} if label_selector else {}
         self._watch_seconds = watch_seconds
         self._objects: dict[Key, T] = {}
@@ -77,6 +83,11 @@ class Reflector[T]:
         self.problem: str | None = None
         self._last_logged: str | None = None
         self._refused_since: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What is watched, for people: the kind, and where if not everywhere."""
+        return f"{self.kind} in {self.namespace}" if self.namespace is not None else self.kind
 
     @property
     def objects(self) -> Mapping[Key, T]:
@@ -127,10 +138,10 @@ class Reflector[T]:
                     self._last_answer = time.monotonic()
                 if error.is_refusal and not error.is_expired and self._refused_since is None:
                     self._refused_since = time.monotonic()
-                if error.is_not_found and not self.synced.is_set():
+                if error.is_not_found:
                     # The kind is not installed yet, so there are none. Later a 404 proves
                     # nothing: taking it for deletions would cancel every run.
-                    self.synced.set()
+                    self._mark_synced()
                 problem = str(error)
             self._last_activity = time.monotonic()
             if problem is not None:
@@ -138,7 +149,8 @@ class Reflector[T]:
 
     async def _pause(self, problem: str) -> None:
         if problem != self._last_logged:
-            _log.warning("watch interrupted", extra={"kind": self.kind, "error": problem})
+            where = {"kind": self.kind, "error": problem, "namespace": self.namespace}
+            _log.warning("watch interrupted", extra=where)
         self.problem = self._last_logged = problem
         # Jitter, so that a thousand watches do not return in step; no secret depends on it.
         await asyncio.sleep(self._backoff * random.uniform(0.5, 1.0))  # noqa: S311
@@ -163,12 +175,13 @@ class Reflector[T]:
         self._resource_version = answer["metadata"]["resourceVersion"]
         self.relists += 1
         self._mark_event()
-        _log.info("listed", extra={"kind": self.kind, "objects": len(found)})
+        what = {"kind": self.kind, "objects": len(found), "namespace": self.namespace}
+        _log.info("listed", extra=what)
         for key, item in gone.items():
             self._on_change(Change(key=key, object=item, deleted=True))
         for key, item in found.items():
             self._on_change(Change(key=key, object=item, deleted=False))
-        self.synced.set()
+        self._mark_synced()
 
     async def _watch(self) -> None:
         """Follow events until the server closes the stream.
@@ -208,6 +221,11 @@ class Reflector[T]:
 
     def _opened(self) -> None:
         self.problem = self._refused_since = None
+
+    def _mark_synced(self) -> None:
+        if not self.synced.is_set():
+            self.synced.set()
+            self._on_synced()
 
     def _mark_event(self) -> None:
         self._last_event = self._last_activity = time.monotonic()

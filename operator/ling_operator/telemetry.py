@@ -78,14 +78,15 @@ class Telemetry:
         """Say which kinds are not listed yet, or no longer allowed; None when all are there.
 
         A release that needs a right which nobody gave it never gets ready: the roll-out stops
-        at the old one, which still works.
+        at the old one, which still works. Of several namespaces all count, though the runs of
+        those that are listed are looked after.
         """
         reflectors = self._caches.reflectors
         missing = [r for r in reflectors if not r.synced.is_set()]
         if missing:
-            whys = (f"{r.kind} ({r.problem})" if r.problem else r.kind for r in missing)
+            whys = (f"{r.name} ({r.problem})" if r.problem else r.name for r in missing)
             return f"not listed yet: {', '.join(whys)}"
-        refused = [f"{r.kind} ({r.refusal})" for r in reflectors if r.refusal is not None]
+        refused = [f"{r.name} ({r.refusal})" for r in reflectors if r.refusal is not None]
         lease = self._lease_refusal()
         refused += [f"the Lease ({lease})"] if lease is not None else []
         return f"refused: {', '.join(refused)}" if refused else None
@@ -99,9 +100,9 @@ class Telemetry:
         """
         for reflector in self._caches.reflectors:
             if reflector.last_activity_age > LONGEST_SILENCE_SECONDS:
-                return f"the watch of {reflector.kind} does nothing"
+                return f"the watch of {reflector.name} does nothing"
             if reflector.last_answer_age > LONGEST_DEAFNESS_SECONDS:
-                return f"no list, event, bookmark or refusal of {reflector.kind} arrives"
+                return f"no list, event, bookmark or refusal of {reflector.name} arrives"
         if self._working and self._queue.stalled_seconds > LONGEST_SILENCE_SECONDS:
             return "the workers do nothing"
         return None
@@ -163,18 +164,20 @@ class _Snapshot(Collector):
             yield from run_series(self._caches.runs.objects)
 
     def _watches(self) -> Iterator[Metric]:
+        # Empty, which for Prometheus is absent, where one watch is of all namespaces.
+        of = ["kind", "watched_namespace"]
         age = gauge(
-            "ling_operator_watch_age_seconds", "Since the last list, event or bookmark.", ["kind"]
+            "ling_operator_watch_age_seconds", "Since the last list, event or bookmark.", of
         )
-        relists = gauge("ling_operator_watch_lists", "Complete lists since the start.", ["kind"])
-        objects = gauge("ling_operator_watch_objects", "Objects in the cache.", ["kind"])
+        relists = gauge("ling_operator_watch_lists", "Complete lists since the start.", of)
+        objects = gauge("ling_operator_watch_objects", "Objects in the cache.", of)
         refused = gauge(
             "ling_operator_watch_refused",
             "1 while the API server refuses it; /readyz has its words.",
-            ["kind"],
+            of,
         )
         for reflector in self._caches.reflectors:
-            labels = [reflector.kind]
+            labels = [reflector.kind, reflector.namespace or ""]
             age.add_metric(labels, reflector.last_event_age)
             relists.add_metric(labels, reflector.relists)
             objects.add_metric(labels, len(reflector.objects))

@@ -274,12 +274,16 @@ def start_operator(
     started: list[OperatorProcess] = []
 
     def start(
-        *, kubeconfig: Path | None = None, arguments: Sequence[str] = (), wait: bool = True
+        *,
+        kubeconfig: Path | None = None,
+        namespaces: Sequence[str] = (),
+        arguments: Sequence[str] = (),
+        wait: bool = True,
     ) -> OperatorProcess:
         metrics, probes = loopback.free_ports(2)
         operator = OperatorProcess(
             kubeconfig=kubeconfig or operator_kubeconfig,
-            namespace=namespace,
+            namespaces=namespaces or [namespace],
             addresses=OperatorAddresses(
                 f"{loopback.control_plane}:{metrics}", f"{loopback.control_plane}:{probes}"
             ),

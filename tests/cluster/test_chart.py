@@ -128,7 +128,7 @@ def start(
         metrics, probes = loopback.free_ports(2)
         operator = OperatorProcess(
             program=program or ("-m", "ling_operator.app"),
-            namespace=None,
+            namespaces=[],
             kubeconfig=kubeconfig(),
             addresses=OperatorAddresses(
                 f"{loopback.control_plane}:{metrics}", f"{loopback.control_plane}:{probes}"

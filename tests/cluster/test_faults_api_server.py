@@ -96,6 +96,7 @@ def test_a_watch_from_a_version_that_never_was_is_left_and_the_kind_listed_anew(
                 client,
                 runs.collection,
                 kind="trainingruns",
+                namespace=runs.namespace,
                 view=lambda item: item,
                 on_change=lambda _: None,
             )
@@ -217,7 +218,8 @@ def test_a_list_in_pages_is_whole_though_etcd_is_compacted_between_them(
     answered = [each.status for each in lists if each.status]  # one may be on its way
     assert len(answered) >= len(names)
     assert set(answered) <= {200, 410}
-    assert series(operator, "ling_operator_watch_objects", kind="trainingruns") == len(names)
+    labels = {"kind": "trainingruns", "watched_namespace": runs.namespace}
+    assert series(operator, "ling_operator_watch_objects", **labels) == len(names)
 
 
 @pytest.fixture
@@ -245,7 +247,7 @@ def test_kinds_that_are_installed_after_the_operator_are_found_and_named_until_t
 ) -> None:
     plane, client = bare_plane, bare_plane.client
     client.create("/api/v1/namespaces", {"metadata": {"name": operator_process.NAMESPACE}})
-    operator = start_operator(kubeconfig=plane.kubeconfig, arguments=["--namespace=default"])
+    operator = start_operator(kubeconfig=plane.kubeconfig, namespaces=["default"])
     log = tmp_path / "operator-0.log"
     for kind in ("trainingruns", "jobsets", "workloads"):
         assert f'"kind": "{kind}", "error": "404' in log.read_text()

@@ -189,7 +189,7 @@ async def test_a_task_that_dies_ends_the_process_and_is_named(tmp_path: Path) ->
         code, log = await operator.end()
     assert code == 1
     last = log[-1]
-    assert last["task"] == "watch pods"
+    assert last["task"] == "watch pods in team"
     assert "KeyError" in last["trace"]
 
 
@@ -264,8 +264,8 @@ async def test_series_of_a_run_come_from_its_status_and_go_with_its_object(
         assert float(began[1]) == datetime(2026, 11, 30, 8, tzinfo=UTC).timestamp()
         assert f"ling_run_attempt{{{labels}}} 1.0" in page
         assert f"ling_run_restarts{{{labels}}} 2.0" in page
-        assert 'ling_operator_watch_age_seconds{kind="pods"}' in page
-        assert 'ling_operator_watch_refused{kind="pods"} 0.0' in page
+        assert 'ling_operator_watch_age_seconds{kind="pods",watched_namespace="team"}' in page
+        assert 'ling_operator_watch_refused{kind="pods",watched_namespace="team"} 0.0' in page
         assert f"ling_run_permitted{{{labels}}} 1.0" in page
         assert f"ling_run_last_finite_checkpoint_step{{{labels}}} 6.0" in page
         assert 'ling_run_last_finite_checkpoint_step{run="ailing"' not in page
@@ -286,7 +286,7 @@ async def test_it_is_not_alive_while_a_pass_never_ends_or_a_watch_stops_trying(
     nowhere = Connection(server="http://127.0.0.1:1", tls=None, authorization=lambda: None)
     async with RestClient(nowhere) as client:
         queue: WorkQueue[tuple[str, str]] = WorkQueue()
-        caches = Caches(client, namespace=None, wake=queue.add)
+        caches = Caches(client, namespaces=[], wake=queue.add)
         watched = Telemetry(queue, caches)
         watched.workers_started()
         queue.add(("team", "stuck"))

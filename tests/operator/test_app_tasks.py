@@ -107,5 +107,5 @@ def test_every_task_that_the_operator_makes_is_in_this_file() -> None:
     names = [
         line.split('"')[-2] for line in text.splitlines() if "_named(" in line and '"' in line
     ]
-    known = {"watch {r.kind}", "lease", "worker {i}", "scraper", "resync"}
+    known = {"watch {r.name}", "lease", "worker {i}", "scraper", "resync"}
     assert set(names) == known | {"first lists and the Lease"}

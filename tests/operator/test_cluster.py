@@ -132,7 +132,7 @@ async def world(scene: Any, *, watching: bool = False, **lists: Any) -> AsyncGen
     tasks: list[asyncio.Task[None]] = []
     async with RestClient(connection) as client:
         woken: list[tuple[str, str]] = []
-        caches = Caches(client, namespace="team", wake=woken.append)
+        caches = Caches(client, namespaces=["team"], wake=woken.append)
         if watching:
             tasks = [asyncio.create_task(r.run()) for r in caches.reflectors]
             await asyncio.wait_for(caches.synced(), 10)
@@ -209,7 +209,7 @@ async def test_progress_of_many_runs_is_written_more_seldom_while_the_server_is_
         assert seen is not None
         assert seen.steady_write == timedelta(seconds=10)
         view = w.caches.runs.objects["team", "ling2"]
-        w.caches.runs._objects.update({("team", str(i)): view for i in range(10_000)})
+        w.caches.runs.each["team"]._objects.update({("team", str(i)): view for i in range(10_000)})
         w.api.delay = 0.2
         await w.cluster.execute(seen, Plan(status=CHANGED))
         slow = await w.cluster.observe("team", "ling2")

@@ -80,8 +80,10 @@ def test_containers_are_counted_without_side_containers_and_the_first_is_named()
 
 
 def caches_with(scene: Any, *pods: PodView) -> Caches:
-    caches = Caches(client=None, namespace=None, wake=lambda key: None)  # type: ignore[arg-type]
-    caches.runs._objects["team", "ling2"] = RunView(scene.running(), None)
+    caches = Caches(client=None, namespaces=[], wake=lambda key: None)  # type: ignore[arg-type]
+    for reflector in caches.reflectors:
+        reflector.synced.set()
+    caches.runs.each[None]._objects["team", "ling2"] = RunView(scene.running(), None)
     caches._pods["team", "ling2"] = {pod.uid: pod for pod in pods}
     return caches
 

@@ -187,7 +187,7 @@ async def test_a_replica_that_may_not_have_the_lease_stands_by_and_is_not_ready(
     nowhere = Connection(server="http://127.0.0.1:9", tls=None, authorization=lambda: None)
     async with RestClient(nowhere) as client:
         queue: WorkQueue[tuple[str, str]] = WorkQueue()
-        caches = Caches(client, namespace=None, wake=queue.add)
+        caches = Caches(client, namespaces=[], wake=queue.add)
         telemetry = Telemetry(queue, caches, lease_refusal=lambda: standby.refusal)
         for reflector in caches.reflectors:
             reflector.synced.set()

@@ -148,6 +148,7 @@ async def reflecting(
             client,
             PATH,
             kind="things",
+            namespace="ns",
             view=lambda item: {k: v for k, v in item.items() if k != "status"},
             on_change=changes.append,
             label_selector="app=x",

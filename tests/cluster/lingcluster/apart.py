@@ -89,7 +89,7 @@ class SideBySide:
             def start() -> OperatorProcess:
                 operator = OperatorProcess(
                     kubeconfig=kubeconfig,
-                    namespace=name,
+                    namespaces=[name],
                     addresses=OperatorAddresses(
                         f"{plane.address}:{metrics}", f"{plane.address}:{probes}"
                     ),

@@ -43,7 +43,7 @@ class OperatorProcess(Process):
 
     Args:
       kubeconfig: whom it acts as.
-      namespace: the only one it watches; None for all.
+      namespaces: those it watches; none for all.
       addresses: where it listens.
       log: file for its JSON lines.
       session: owner of the process.
@@ -55,7 +55,7 @@ class OperatorProcess(Process):
         self,
         *,
         kubeconfig: Path,
-        namespace: str | None,
+        namespaces: Sequence[str],
         addresses: OperatorAddresses,
         log: Path,
         session: Session,
@@ -63,7 +63,7 @@ class OperatorProcess(Process):
         program: Sequence[str | Path] = ("-m", "ling_operator.app"),
     ) -> None:
         self.addresses = addresses
-        only = [f"--namespace={namespace}"] if namespace is not None else []
+        only = [f"--namespace={each}" for each in namespaces]
         super().__init__(
             "ling-operator",
             [
@@ -124,7 +124,19 @@ class StartOperator(Protocol):
     """Starts an operator that watches the test's namespace, and waits until it is ready."""
 
     def __call__(
-        self, *, kubeconfig: Path | None = None, arguments: Sequence[str] = (), wait: bool = True
+        self,
+        *,
+        kubeconfig: Path | None = None,
+        namespaces: Sequence[str] = (),
+        arguments: Sequence[str] = (),
+        wait: bool = True,
     ) -> OperatorProcess:
-        """Start one more; `kubeconfig` None is the operator's own service account."""
+        """Start one more.
+
+        Args:
+          kubeconfig: None is the operator's own service account.
+          namespaces: to watch in place of the test's.
+          arguments: further flags.
+          wait: until it is ready.
+        """
         ...
