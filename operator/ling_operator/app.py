@@ -15,14 +15,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from ling_operator.caches import WATCHES, Caches
+from ling_operator.caches import Caches
 from ling_operator.cluster import Cluster
 from ling_operator.connection import Connection, NoClusterError, discover
 from ling_operator.controller import Controller
 from ling_operator.lease import RETRY_SECONDS, LeaderLease
 from ling_operator.logs import log_json
 from ling_operator.reflector import Key
-from ling_operator.rest import CONNECTIONS, RestClient
+from ling_operator.rest import RestClient
 from ling_operator.scrape import ScrapeSession
 from ling_operator.telemetry import Telemetry
 from ling_operator.workqueue import WorkQueue
@@ -149,13 +149,7 @@ async def operate(options: argparse.Namespace, connection: Connection) -> int:
         lease = await _lease(options, connection, stack)
         leading = (lambda: True) if lease is None else (lambda: lease.leading)
         namespaces = tuple(dict.fromkeys(options.namespaces))
-        client = await stack.enter_async_context(
-            RestClient(
-                connection,
-                connections=CONNECTIONS + WATCHES * len(namespaces),
-                may_write=leading,
-            )
-        )
+        client = await stack.enter_async_context(RestClient(connection, may_write=leading))
         session = await stack.enter_async_context(ScrapeSession())
         queue: WorkQueue[Key] = WorkQueue()
         caches = Caches(client, namespaces=namespaces, wake=queue.add)

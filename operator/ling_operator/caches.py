@@ -22,7 +22,6 @@ from ling_operator.watch_index import WatchIndex
 from ling_operator.workload import KUEUE_GROUP, WorkloadView, view_workload
 
 JOBSET_GROUP = "jobset.x-k8s.io/v1alpha2"
-WATCHES = 5  # kinds, of each namespace; every one of them keeps a connection
 _GONE_PODS_KEPT = 64
 _ORDINARY_EXITS = frozenset({None, 0, 143})
 

@@ -19,7 +19,6 @@ CONNECT_SECONDS = 10.0
 REQUEST_SECONDS = 30.0  # what a halt waits for at most when its connection is dead
 READ_IDLE_SECONDS = 75.0  # the API server sends a bookmark a minute on an idle watch
 STREAM_SECONDS = 600.0  # a trainer that compiles may print nothing for minutes
-CONNECTIONS = 64
 _TOKEN_SECONDS = 30.0
 
 JSON = "application/json"
@@ -76,8 +75,6 @@ class RestClient:
       connection: the server.
       read_idle_seconds: silence after which a watch counts as dead.
       request_seconds: for any other request.
-      connections: how many are open at most. A watch keeps one for as long as it lasts, so there
-        must be more than watches: with none left every other request waits until it times out.
       may_write: asked right before each request that changes something; False refuses it.
     """
 
@@ -87,21 +84,21 @@ class RestClient:
         *,
         read_idle_seconds: float = READ_IDLE_SECONDS,
         request_seconds: float = REQUEST_SECONDS,
-        connections: int = CONNECTIONS,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         self._connection = connection
         self._may_write = may_write
         self._read_idle_seconds = read_idle_seconds
         self._request_seconds = request_seconds
-        self._connections = connections
         self._session: aiohttp.ClientSession | None = None
         self._authorization: str | None = None
         self._authorization_until = 0.0
 
     async def __aenter__(self) -> Self:
         """Open the connection pool."""
-        connector = aiohttp.TCPConnector(limit=self._connections, ssl=self._connection.tls or True)
+        # No limit: a watch or a log that is followed keeps its connection, and with none left
+        # every other request would wait until it times out. Callers are few.
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._connection.tls or True)
         self._session = aiohttp.ClientSession(connector=connector)
         return self
 
