@@ -52,8 +52,8 @@ class Caches:
     """The watched kinds. Any change of a run, or of what belongs to it, calls wake(key).
 
     Args:
-      namespaces: to watch, each once; none for all. One that cannot be listed, for want of a
-        right, keeps none of the others waiting.
+      namespaces: to watch; none for all. One that cannot be listed, for want of a right, keeps
+        none of the others waiting.
 
     Attributes:
       runs: TrainingRuns, parsed once a change.
@@ -262,8 +262,12 @@ class Caches:
         self._wake_runs_of(key)
 
     def _remember(self, key: Key, pod: PodView) -> None:
-        """Keep what a deleted pod tells: its exit code may be the only evidence of divergence."""
-        if pod.exit_code in _ORDINARY_EXITS or not self._runs_of(key):
+        """Keep what a deleted pod tells: of divergence it may be the only evidence.
+
+        And of a restart's cause: its peers may notice minutes later that it was taken away.
+        """
+        telling = pod.disrupted or pod.exit_code not in _ORDINARY_EXITS
+        if not telling or not self._runs_of(key):
             return
         gone = self._gone.setdefault(key, {})
         gone[pod.uid] = replace(pod, gone=True)

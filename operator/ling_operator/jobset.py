@@ -13,6 +13,7 @@ from ling_operator.api import (
     dump,
 )
 from ling_operator.name_budget import REPLICATED_JOB
+from ling_operator.pod_status import FINAL_EXIT_CODES, RESTART_EXIT_CODES
 from ling_operator.pod_template import (
     EXCLUSIVE_TOPOLOGY,
     annotations_of,
@@ -24,7 +25,6 @@ from ling_operator.runnable import (
     require_runnable,
     trainer_containers,
 )
-from ling_operator.views import FINAL_EXIT_CODES, RESTART_EXIT_CODES
 from ling_operator.workload import QUEUE_LABEL
 from ling_trainer.schema import ConfigError
 

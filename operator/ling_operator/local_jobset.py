@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from ling_operator.api import ATTEMPT_LABEL, METRICS_PORT_ANNOTATION
+from ling_operator.pod_status import DIVERGED_EXIT_CODE, FINAL_EXIT_CODES
 from ling_operator.processes import (
     LOOPBACK,
     LocalPod,
@@ -16,8 +17,6 @@ from ling_operator.processes import (
     start_pod,
 )
 from ling_operator.views import (
-    DIVERGED_EXIT_CODE,
-    FINAL_EXIT_CODES,
     JobSetView,
     Owner,
     PodView,

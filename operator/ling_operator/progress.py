@@ -17,6 +17,7 @@ from ling_operator.api import (
 )
 from ling_operator.conditions import Truth, has_reason, set_condition
 from ling_operator.plan import Observed
+from ling_operator.pods_ready import pods_ready
 from ling_operator.runnable import num_hosts
 from ling_operator.verdict import HealthSample, fold
 from ling_operator.views import JobSetView, PodView
@@ -225,13 +226,16 @@ def _count_restarts(
     new = max(seen - status.job_set_restarts, 0)
     if observed.run.spec.suspend or jobset.suspended or is_pausing(status):
         new = 0
+    # A host that was taken away is no crash loop, however often it happens. And without a step
+    # number on the page nobody can say whether a restart got further.
+    ended = range(status.job_set_restarts, seen)
+    disrupted = {pod.restart_attempt for pod in pods if pod.disrupted}.intersection(ended)
+    crashes = max(new - len(disrupted), 0) if status.health.shows_step else 0
     return status.model_copy(
         update={
             "job_set_restarts": max(seen, status.job_set_restarts),
             "restarts": status.restarts + new,
-            # Without a step number on the page nobody can say whether a restart got further.
-            "restarts_without_progress": status.restarts_without_progress
-            + (new if status.health.shows_step else 0),
+            "restarts_without_progress": status.restarts_without_progress + crashes,
         }
     )
 
@@ -251,7 +255,7 @@ def _mark_pods(
 ) -> TrainingRunStatus:
     newest = newest_pods(pods)
     expected = max(_expected_pods(observed, status) or len(newest), 1)
-    truth, reason, message = _pods_ready(newest, expected)
+    truth, reason, message = pods_ready(newest, expected=expected, now=observed.now)
     kind = ConditionType.PODS_READY
     return mark(observed, status, kind, truth, reason=reason, message=message)
 
@@ -265,12 +269,3 @@ def _expected_pods(observed: Observed, status: TrainingRunStatus) -> int:
         return num_hosts(observed.run.spec)
     except ConfigError:
         return 0
-
-
-def _pods_ready(newest: tuple[PodView, ...], expected: int) -> tuple[Truth, Reason, str]:
-    running = sum(p.phase == "Running" and p.ready and not p.deleting for p in newest)
-    ended_well = sum(p.phase == "Succeeded" for p in newest)
-    message = f"{running} of {expected} pods run."
-    if running + ended_well >= expected:
-        return "True", Reason.PODS_RUNNING, message
-    return "False", Reason.PODS_PENDING if newest else Reason.NO_PODS, message

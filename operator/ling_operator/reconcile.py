@@ -27,6 +27,7 @@ from ling_operator.health_conditions import mark_health
 from ling_operator.jobset import build_jobset
 from ling_operator.phase import phase_of
 from ling_operator.plan import CreateJobSet, DeleteJobSet, Observed, Plan
+from ling_operator.pods_ready import hindrance
 from ling_operator.progress import (
     current_jobset,
     mark,
@@ -212,7 +213,8 @@ def _refusal(observed: Observed, status: TrainingRunStatus) -> tuple[Reason, str
         return Reason.NAME_CONFLICT, message
     live = sorted(pod.name for pod in observed.pods if pod.live)
     if live or observed.jobs:
-        message = f"Still there: {', '.join([*observed.jobs, *live][:5])}."
+        stuck = hindrance((pod for pod in observed.pods if pod.deleting), observed.now)
+        message = f"Still there: {', '.join([*observed.jobs, *live][:5])}.{stuck}"
         return Reason.WAITING_FOR_PREVIOUS, message
     return None
 

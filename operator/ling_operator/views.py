@@ -9,6 +9,12 @@ from typing import Any, cast
 
 from ling_operator.api import ATTEMPT_LABEL, METRICS_PORT_ANNOTATION
 from ling_operator.bounded_text import clip, printable
+from ling_operator.pod_status import (
+    DIVERGED_EXIT_CODE,
+    gravest_end,
+    is_disrupted,
+    problem_of,
+)
 from ling_operator.workload import QUEUE_LABEL
 from ling_trainer.health_metrics import Signal
 
@@ -23,10 +29,6 @@ COMPLETION_INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 MESSAGE_BYTES = 512
 TRAINER_CONTAINER = "jax-tpu"
 """Name of the trainer's container; several of a pod are jax-tpu-1, jax-tpu-2, as XPK has them."""
-DIVERGED_EXIT_CODE = 90
-FINAL_EXIT_CODES = (2, 3, 4, 5, DIVERGED_EXIT_CODE)
-RESTART_EXIT_CODES = (42, 134, 139, 143)
-"""139 is 134 of a container's process 1, for which the kernel ignores SIGABRT."""
 _DIVERGENCE_SIGNALS = frozenset(map(str, Signal))
 
 
@@ -98,8 +100,12 @@ class PodView:
       termination: its last words, None without any.
       end_reason: the kubelet's word for its end, such as OOMKilled.
       message: its last words as they stand, shortened.
+      problem: why it does not run, in the scheduler's or the kubelet's words; "" without one.
+      disrupted: it was taken away: preempted, drained, its node lost. A node short of memory or
+        disk does not count: that may be the trainer's own doing.
       container: name of the trainer's container, the first of several.
       deleting: its deletion has begun; it is live until its phase is terminal or it is gone.
+      ends_by: when it will have been killed, while it is deleting.
       gone: it was deleted; kept for its exit code.
       created: when, by the API server's clock.
       job_index: slice; of a JobSet with several replicated Jobs, the Job's place among them all.
@@ -128,6 +134,9 @@ class PodView:
     gone: bool = False
     end_reason: str = ""
     message: str = ""
+    problem: str = ""
+    disrupted: bool = False
+    ends_by: datetime | None = None
     container: str = TRAINER_CONTAINER
     containers: int = 1
 
@@ -185,7 +194,7 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
         for container in _list(status, "containerStatuses")
         if container.get("name") in candidates
     ]
-    ended = _gravest_end(states)
+    ended = gravest_end(states)
     running = ["running" in state for state in states]
     return PodView(
         name=metadata["name"],
@@ -209,6 +218,9 @@ def view_pod(raw: Raw, *, gone: bool = False) -> PodView:
         gone=gone,
         end_reason=ended.get("reason", ""),
         message=clip(ended.get("message", ""), MESSAGE_BYTES),
+        problem=clip(problem_of(status), MESSAGE_BYTES // 2),
+        disrupted=is_disrupted(status),
+        ends_by=_time(metadata.get("deletionTimestamp")),
         container=candidates[0] if candidates else TRAINER_CONTAINER,
         containers=max(len(trainers), 1),
     )
@@ -241,23 +253,6 @@ def is_trainer(container: str) -> bool:
 
 def _names(part: Raw, key: str) -> list[str]:
     return [str(container.get("name")) for container in _list(part, key)]
-
-
-def _gravest_end(states: list[Raw]) -> Raw:
-    """Return the end that says most; nothing while the others may still say more than a 0 does."""
-    ends = [_map(state, "terminated") for state in states]
-    bad = [end for end in ends if end.get("exitCode")]
-    if bad:
-        return min(bad, key=lambda end: _gravity(end["exitCode"]))
-    return ends[0] if ends and all(ends) else {}
-
-
-def _gravity(exit_code: int) -> int:
-    codes = (DIVERGED_EXIT_CODE, *FINAL_EXIT_CODES)
-    if exit_code in codes:
-        return codes.index(exit_code)
-    # Of a broken collective one process dies by itself, and the others of its death.
-    return len(codes) + (exit_code in RESTART_EXIT_CODES)
 
 
 def _owner(metadata: Raw) -> Owner | None:

@@ -446,16 +446,22 @@ async def test_while_the_watch_is_silent_each_status_write_follows_the_last_one(
 
 
 @pytest.mark.asyncio
-async def test_a_deleted_pod_is_remembered_if_its_exit_code_is_evidence(scene: Any) -> None:
-    pods = [pod("diverged"), pod("paused"), pod("running", phase="Running")]
+async def test_a_deleted_pod_is_remembered_if_its_end_is_evidence(scene: Any) -> None:
+    pods = [pod("diverged"), pod("paused"), pod("taken"), pod("running", phase="Running")]
+    taken = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
     async with world(scene, watching=True, runs=[stored_run(scene)], pods=pods) as w:
         w.api.send(PODS, "DELETED", pod("diverged", phase="Failed", **ended(90)))
         w.api.send(PODS, "DELETED", pod("paused", phase="Failed", **ended(143)))
+        w.api.send(PODS, "DELETED", pod("taken", phase="Failed", **ended(143), **taken))
         await until(lambda: len(w.caches.pods.objects) == 1)
         observed = await w.cluster.observe(*KEY)
         assert observed is not None
         seen = {p.name: (p.gone, p.exit_code, p.live) for p in observed.pods}
-        assert seen == {"running": (False, None, True), "diverged": (True, 90, False)}
+        assert seen == {
+            "running": (False, None, True),
+            "diverged": (True, 90, False),
+            "taken": (True, 143, False),
+        }
 
 
 @pytest.mark.asyncio

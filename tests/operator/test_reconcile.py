@@ -169,6 +169,50 @@ RUNNING = [
         "1 of 2 pods run.",
     ),
     Row(
+        "The first pod that cannot run says why: the others of a slice wait for it.",
+        lambda s: world(
+            s,
+            s.running(),
+            pods=(
+                s.pod(1, phase="Pending", ready=False, problem="ImagePullBackOff: x"),
+                s.pod(0, phase="Pending", ready=False, problem="Unschedulable: 0/8 nodes"),
+            ),
+        ),
+        "Starting",
+        (),
+        {"PodsReady": ("False", "PodsPending")},
+        "0 of 2 pods run. ling2-slice-job-0-0-abcde: Unschedulable: 0/8 nodes",
+    ),
+    Row(
+        "A pod on a lost node keeps the restart waiting: nobody else says so.",
+        lambda s: world(
+            s, s.running(), pods=(s.pod(0, deleting=True, ends_by=s.at(-31)), s.pod(1))
+        ),
+        "Restarting",
+        (),
+        {"PodsReady": ("False", "PodsPending")},
+        "abcde: was to end by 2026-11-30T08:59:29Z; is its node node-0 lost?",
+    ),
+    Row(
+        "A pod within its grace writes a checkpoint.",
+        lambda s: world(
+            s, s.running(), pods=(s.pod(0, deleting=True, ends_by=s.at(-29)), s.pod(1))
+        ),
+        "Restarting",
+        (),
+        {"PodsReady": ("False", "PodsPending")},
+    ),
+    Row(
+        "So does one of an earlier attempt, and of an earlier run of the name.",
+        lambda s: s.observed(
+            s.run(), pods=(s.pod(0, job_set_uid="js-0", deleting=True, ends_by=s.at(-60)),)
+        ),
+        "Pending",
+        (),
+        {"Created": ("False", "WaitingForPrevious")},
+        "is its node node-0 lost?",
+    ),
+    Row(
         "A page shows where the run is.",
         lambda s: world(s, s.running(), sample=s.sample(12)),
         "Running",

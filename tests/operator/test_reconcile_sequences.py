@@ -9,6 +9,7 @@ import pytest
 
 from ling_operator.plan import CreateJobSet, DeleteJobSet, Plan, SetSuspend
 from ling_operator.progress import scrape_target
+from ling_operator.views import PodView
 from story import Story
 
 WORDS = {"reason": "NonFiniteLoss", "step": 12, "last_finite_step": 11, "value": "nan"}
@@ -228,17 +229,23 @@ def test_a_nan_that_is_seen_while_suspending_halts(scene: Any, story: Story) -> 
     assert story.see(2).actions == ()
 
 
-def restart(scene: Any, story: Story, count: int, step: int | None = None) -> Plan:
+def restart(
+    scene: Any,
+    story: Story,
+    count: int,
+    step: int | None = None,
+    gone: tuple[PodView, ...] = (),
+) -> Plan:
     """See restart number `count` come up and, if a step is given, get that far."""
     seconds = count * 60
     uids = {"restart_attempt": count}
     pods = (scene.pod(0, uid=f"pod-0-{count}", **uids), scene.pod(1, uid=f"pod-1-{count}", **uids))
-    story.see(seconds, jobset=scene.jobset(restarts=count), pods=())
+    story.see(seconds, jobset=scene.jobset(restarts=count), pods=gone)
     page = None
     if step is not None:
         uid = f"pod-0-{count}"
         page = scene.sample(step, seconds + 30, pod_uid=uid, page_pod_uid=uid)
-    return story.see(seconds + 31, pods=pods, sample=page)
+    return story.see(seconds + 31, pods=(*pods, *gone), sample=page)
 
 
 def test_three_restarts_without_a_new_step_end_the_run(scene: Any, story: Story) -> None:
@@ -250,6 +257,21 @@ def test_three_restarts_without_a_new_step_end_the_run(scene: Any, story: Story)
     assert (story.status.phase, story.condition("Failed")) == ("Failed", ("True", "NoProgress"))
     assert kinds(plan) == ["SetSuspend"]
     assert story.status.restarts == 3
+
+
+def test_hosts_that_are_taken_away_are_no_crash_loop(scene: Any, story: Story) -> None:
+    story.see(0, sample=scene.sample(20))
+    for count in range(1, 9):
+        uid = {"restart_attempt": count - 1, "uid": f"taken-{count}"}
+        taken = scene.pod(1, phase="Failed", ready=False, disrupted=True, gone=True, **uid)
+        story.see(count * 60 - 10, pods=(scene.exited(42), taken))
+        restart(scene, story, count, step=15, gone=(taken,))
+    assert (story.status.phase, story.status.restarts) == ("Running", 8)
+    assert story.status.restarts_without_progress == 0
+    for count in (9, 10):  # the last one that was taken away excuses none of these
+        restart(scene, story, count, step=15, gone=(taken,))
+    story.see(660, jobset=scene.jobset(restarts=11), pods=(taken,))
+    assert story.condition("Failed") == ("True", "NoProgress")
 
 
 def test_restarts_of_a_trainer_that_shows_no_step_are_not_held_against_it(

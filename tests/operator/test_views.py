@@ -102,6 +102,78 @@ def test_a_pod_that_was_only_just_made_is_read() -> None:
     assert (pod.phase, pod.ip, pod.exit_code, pod.live) == ("Pending", None, None, True)
 
 
+UNSCHEDULABLE = {
+    "type": "PodScheduled",
+    "status": "False",
+    "reason": "Unschedulable",
+    "message": "0/8 nodes are available: 8 Insufficient google.com/tpu.",
+}
+PULL = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x:1"'}}
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"),
+    [
+        ({"conditions": [UNSCHEDULABLE]}, "Unschedulable: 0/8 nodes are available"),
+        (
+            {"containerStatuses": [{"name": "jax-tpu", "state": PULL}]},
+            "ImagePullBackOff: Back-off",
+        ),
+        (
+            {
+                "containerStatuses": [
+                    {"name": "jax-tpu", "state": {"waiting": {"reason": "PodInitializing"}}}
+                ],
+                "initContainerStatuses": [{"name": "fetch", "state": PULL}],
+            },
+            "ImagePullBackOff: Back-off",
+        ),
+        (
+            {
+                "initContainerStatuses": [
+                    {"name": "fetch", "state": {"terminated": {"exitCode": 7}}}
+                ]
+            },
+            "init container fetch ended with 7",
+        ),
+        (
+            {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: x"},
+            "Evicted: The node was low on resource: x",
+        ),
+        (
+            {
+                "containerStatuses": [
+                    {"name": "jax-tpu", "state": {"waiting": {"reason": "ContainerCreating"}}}
+                ]
+            },
+            "",
+        ),
+        ({"containerStatuses": [{"name": "jax-tpu", "state": {"running": {}}}]}, ""),
+        ({}, ""),
+    ],
+)
+def test_why_a_pod_does_not_run_is_read(status: dict[str, Any], problem: str) -> None:
+    read = view_pod(raw_pod(**status)).problem
+    assert read.startswith(problem)
+    assert bool(read) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    ("status", "disrupted"),
+    [
+        ({}, True),
+        ({"reason": "Terminated"}, True),
+        ({"reason": "Evicted"}, False),  # for the memory or the disk that it used itself
+        ({"conditions": [{"type": "DisruptionTarget", "status": "False"}]}, False),
+    ],
+)
+def test_a_pod_that_was_taken_away_is_told_from_one_that_used_up_its_node(
+    status: dict[str, Any], disrupted: bool
+) -> None:
+    taken = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert view_pod(raw_pod(**(taken | status))).disrupted == disrupted
+
+
 def test_a_jobset_is_read_back_as_it_was_built(scene: Any) -> None:
     manifest = build_jobset(scene.run(), attempt=7, restore_before_step=None)
     manifest["metadata"]["uid"] = "js-7"
