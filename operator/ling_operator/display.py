@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console
@@ -72,12 +71,7 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the last row standing."""
         if self._live is not None:
             self._live.stop()

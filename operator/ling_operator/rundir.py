@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 type JsonObject = dict[str, Any]
@@ -56,12 +55,7 @@ class RunDirectory:
         self.lock = lock
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Let go; trainers that still run keep it."""
         os.close(self.lock)
         self.lock = -1

@@ -12,7 +12,6 @@ import os
 import socket
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 _FIRST_BLOCK, _LAST_BLOCK = 16, 250
 _POD_COUNT = 120 * 250
@@ -86,12 +85,7 @@ class LoopbackBlock:
     def __enter__(self) -> LoopbackBlock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -13,7 +13,6 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 from lingcluster.client import Identity, Manifest, wait_for
 
@@ -65,13 +64,8 @@ class Recording:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
             self.catch_up()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

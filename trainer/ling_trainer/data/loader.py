@@ -6,7 +6,6 @@ number of processes reads the same global batches.
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import grain
@@ -221,10 +220,5 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
