@@ -102,6 +102,9 @@ __all__ = [
 ]
 
 
+_TOO_DEEP = "the object is nested too deeply; remove what spec.run has no use for"
+
+
 class Metadata(Schema):
     """The part of ObjectMeta that decisions read."""
 
@@ -135,6 +138,8 @@ class TrainingRun(Schema):
             text = json.dumps(manifest, default=str, allow_nan=False)
         except ValueError:
             raise ConfigError("NaN and infinities have no place in a TrainingRun") from None
+        except RecursionError:
+            raise ConfigError(_TOO_DEEP) from None
         try:
             return cls.model_validate_json(text, strict=True)
         except ValidationError as error:
@@ -153,6 +158,8 @@ def dump(part: Schema) -> Fragment:
 
 def _describe(problem: Mapping[str, Any]) -> str:
     """Render a problem in the names of the YAML file, with a near name for an unknown key."""
+    if problem["type"] == "json_invalid":  # all of the object is its input
+        return _TOO_DEEP
     path = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
         return f"{path} is not set; give it a value"

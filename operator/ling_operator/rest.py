@@ -11,6 +11,7 @@ from typing import Any, Self, cast
 
 import aiohttp
 
+from ling_operator import deep_json
 from ling_operator.connection import Connection
 
 type JsonObject = dict[str, Any]
@@ -278,7 +279,7 @@ class RestClient:
 
 def _decode(text: str | bytes, path: str) -> JsonObject:
     try:
-        return cast("JsonObject", json.loads(text))
+        return cast("JsonObject", deep_json.loads(text))
     except ValueError as error:
         msg = f"{path}: the answer is no JSON: {error}"
         raise ApiError(status=None, reason="", message=msg) from error

@@ -37,6 +37,9 @@ def view_run(raw: Raw) -> RunView:
     The CRD refuses what cannot be read, unless it is older or newer than this program. Such a
     spec still has a status, and its run may still have to be stopped.
     """
+    # Who owns which field is as deep as the object, and nothing that is read here.
+    metadata = {k: v for k, v in _map(raw, "metadata").items() if k != "managedFields"}
+    raw = {**raw, "metadata": metadata}
     try:
         return RunView(TrainingRun.parse(raw))
     except ConfigError as error:

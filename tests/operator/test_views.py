@@ -1,12 +1,13 @@
 """Views: what is read from raw objects, and what a broken one does not break."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ling_operator import deep_json
 from ling_operator.jobset import build_jobset
 from ling_operator.run_view import view_run
 from ling_operator.views import (
@@ -241,6 +242,22 @@ def test_a_spec_that_cannot_be_read_still_has_status_pause_and_policy(scene: Any
     assert (view.run.status.job_set_uid, view.run.spec.attempt) == ("js-4", 4)
     assert view.run.spec.suspend is True
     assert view.run.spec.health.non_finite.action == "Alert"
+
+
+@pytest.mark.parametrize("depth", [300, 3000, 9000])
+def test_a_spec_deeper_than_a_parser_goes_is_a_problem_of_its_run_alone(
+    scene: Any, depth: int
+) -> None:
+    text = json.dumps(scene.manifest(run={"deep": "HERE"}))
+    text = text.replace('"HERE"', "[" * depth + "]" * depth)
+    text = text.replace(
+        '"metadata": {', '"metadata": {"managedFields": ' + "[" * depth + "]" * depth + ", "
+    )
+    raw = deep_json.loads(text.encode())
+    view = view_run(cast("dict[str, Any]", raw))
+    assert view.run is not None
+    assert view.problem is not None
+    assert "nested too deeply" in view.problem
 
 
 def test_a_policy_that_cannot_be_read_is_the_default_one(scene: Any) -> None:
