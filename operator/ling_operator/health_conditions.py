@@ -54,7 +54,7 @@ def _alerts(
         for verdict in found
         if verdict.action == "Alert"
     }
-    held = {a.reason: a for a in before if now - a.last_time < ALERT_HOLD}
+    held = {a.reason: a for a in before if abs(now - a.last_time) < ALERT_HOLD}
     return tuple((held | holding).values())
 
 
@@ -81,7 +81,7 @@ def _metrics_available(observed: Observed, status: TrainingRunStatus) -> Fact:
     rule = policy.metrics_missing
     seconds = max(rule.factor * policy.scrape_interval_seconds, rule.floor_seconds)
     patience = timedelta(seconds=seconds)
-    if health.sample_time is not None and observed.now - health.sample_time <= patience:
+    if health.sample_time is not None and abs(observed.now - health.sample_time) <= patience:
         message = "Metrics of process 0 are read."
         if not health.missing:
             return "True", Reason.SCRAPED, message
@@ -89,7 +89,7 @@ def _metrics_available(observed: Observed, status: TrainingRunStatus) -> Fact:
         return "True", Reason.METRICS_MISSING, message
     ready = find(status.conditions, ConditionType.PODS_READY)
     since = ready.last_transition_time if ready is not None else None
-    waited = since is not None and observed.now - since > patience
+    waited = since is not None and abs(observed.now - since) > patience
     if holds(status.conditions, ConditionType.PODS_READY) and waited:
         why = f" {observed.scrape_problem}" if observed.scrape_problem else ""
         message = f"No page for more than {seconds:.0f} s.{why}"

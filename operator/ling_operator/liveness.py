@@ -5,13 +5,14 @@ is away, nothing is known of the trainer.
 """
 
 from collections.abc import Iterable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from statistics import median
 
 from ling_operator.api import HealthPolicy, HealthState, Reason
 from ling_operator.health import Health, HealthSample, Heartbeat, Verdict
 from ling_operator.health_state import Window
 
+_CLOCK_ERROR = timedelta(minutes=1)
 STEP_TIMES_KEPT = 20
 """Times of a step that the median is of."""
 
@@ -41,6 +42,24 @@ def fold_liveness(before: HealthState, sample: HealthSample, *, step: int) -> di
         seconds = (sample.time - before.progress_time).total_seconds() / (step - before.step)
         update["step_seconds"] = _appended(before.step_seconds, step, seconds)
     return update
+
+
+def is_ahead(moment: datetime, now: datetime) -> bool:
+    """Tell whether a moment lies so far ahead that the clock was wrong when it was noted."""
+    return moment - now >= _CLOCK_ERROR
+
+
+def brought_back(state: HealthState, sample: HealthSample, now: datetime) -> HealthState:
+    """Return the state with no time that lies ahead of a page.
+
+    A clock that was wrong has been set back, or another replica's was. Every page would be older
+    than the last one, and count for nothing, until the clock gets there again.
+    """
+    if state.sample_time is None or not is_ahead(state.sample_time, now):
+        return state
+    times = {"progress_time": state.progress_time, "alive_time": state.alive_time}
+    earlier = {k: min(time, sample.time) for k, time in times.items() if time is not None}
+    return state.model_copy(update={"sample_time": None, **earlier})
 
 
 def fold_heartbeats(

@@ -8,7 +8,6 @@ from ling_operator.api import (
     ENDED,
     AttemptRecord,
     ConditionType,
-    HealthPolicy,
     HealthState,
     Reason,
     TrainingProgress,
@@ -19,7 +18,7 @@ from ling_operator.conditions import Truth, has_reason, set_condition
 from ling_operator.plan import Observed
 from ling_operator.pods_ready import pods_ready
 from ling_operator.runnable import num_hosts
-from ling_operator.verdict import HealthSample, fold
+from ling_operator.verdict import HealthSample, brought_back, fold, is_ahead
 from ling_operator.views import JobSetView, PodView
 from ling_trainer.health_metrics import DEFAULT_PORT
 from ling_trainer.schema import ConfigError
@@ -98,7 +97,7 @@ def observe_attempt(observed: Observed, status: TrainingRunStatus) -> TrainingRu
     jobset = current_jobset(observed, status)
     before = status.health.highest_step
     if observed.sample is not None and accepts(observed.sample, pods):
-        status = _take_sample(status, observed.sample, observed.run.spec.health)
+        status = _take_sample(observed, status, observed.sample)
     last_words = max((p.termination.step or 0 for p in pods if p.termination), default=0)
     highest = max(status.health.highest_step, last_words)
     health = status.health.model_copy(update={"highest_step": highest})
@@ -179,9 +178,12 @@ def is_process_zero(pod: PodView) -> bool:
 
 
 def _take_sample(
-    status: TrainingRunStatus, sample: HealthSample, policy: HealthPolicy
+    observed: Observed, status: TrainingRunStatus, sample: HealthSample
 ) -> TrainingRunStatus:
-    health = fold(status.health, sample, policy)
+    if is_ahead(sample.time, observed.now):  # read before the clock was set back
+        return status
+    health = brought_back(status.health, sample, observed.now)
+    health = fold(health, sample, observed.run.spec.health)
     if health == status.health:
         return status
     target = sample.target_steps or status.training.target_steps

@@ -15,7 +15,7 @@ def settle(observed: Observed, status: TrainingRunStatus) -> TrainingRunStatus:
     if status == old or _without_progress(status) != _without_progress(old):
         return status
     written = old.health.sample_time
-    due = written is None or observed.now - written >= observed.steady_write
+    due = written is None or abs(observed.now - written) >= observed.steady_write
     return status if due else old
 
 

@@ -34,7 +34,7 @@ def enforce_stop(observed: Observed, status: TrainingRunStatus, jobset: JobSetVi
     if not mine.confirmed:
         return status.model_copy(update={"stop": mine}), actions
     last = mine.override_time
-    if not actions or (last is not None and observed.now - last < OVERRIDE_PAUSE):
+    if not actions or (last is not None and abs(observed.now - last) < OVERRIDE_PAUSE):
         return status, ()
     mine = mine.model_copy(update={"override_time": observed.now})
     return status.model_copy(update={"stop": mine}), actions

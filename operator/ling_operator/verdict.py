@@ -7,7 +7,14 @@ one was. Rules: nonfinite.py, series_rules.py, liveness.py; thresholds: health_p
 from ling_operator.api import HealthPolicy, HealthState, Reason
 from ling_operator.health import Health, HealthSample, Heartbeat, Verdict
 from ling_operator.health_state import Window
-from ling_operator.liveness import fold_heartbeats, fold_liveness, judge_stall, judge_straggler
+from ling_operator.liveness import (
+    brought_back,
+    fold_heartbeats,
+    fold_liveness,
+    is_ahead,
+    judge_stall,
+    judge_straggler,
+)
 from ling_operator.nonfinite import fold_nonfinite, judge_nonfinite
 from ling_operator.series_rules import fold_series, judge_series, series_missing
 from ling_trainer.health_metrics import HEARTBEAT, IS_NAN, STEP
@@ -17,9 +24,11 @@ __all__ = [
     "HealthSample",
     "Heartbeat",
     "Verdict",
+    "brought_back",
     "findings",
     "fold",
     "fold_heartbeats",
+    "is_ahead",
     "judge",
 ]
 

@@ -426,6 +426,44 @@ def test_a_speed_that_is_none_does_not_reach_the_status(
     assert (story.status.training.step, story.status.training.tokens_per_second) == (10, None)
 
 
+def test_a_clock_that_is_set_back_blinds_nobody(scene: Any, story: Story) -> None:
+    hour = 3600
+    story.see(hour, sample=scene.sample(20, hour))
+    story.see(2, sample=scene.sample(20, hour))  # the last page from before
+    assert story.status.health.sample_time == scene.at(hour)
+    story.see(20)
+    assert story.condition("MetricsAvailable") == ("False", "MetricsMissing")
+    story.see(23, sample=scene.sample(21, 22))
+    assert (story.status.training.step, story.status.health.sample_time) == (21, scene.at(22))
+    assert story.condition("MetricsAvailable") == ("True", "Scraped")
+    story.see(28, sample=scene.nan_sample(22, 27))
+    assert story.status.phase == "Halted"
+
+
+def test_a_stall_is_found_by_a_clock_that_was_set_back(scene: Any, story: Story) -> None:
+    hour = 3600
+    beat = {"heartbeat": scene.at(0), "last_step_time": scene.at(0)}
+    story.see(hour, sample=scene.sample(20, hour, **beat))
+    for second in range(0, 700, 60):
+        story.see(second, sample=scene.sample(20, second, **beat))
+    assert story.condition("Healthy") == ("False", "Stalled")
+
+
+def test_a_clock_that_differs_by_seconds_makes_no_older_page_count(
+    scene: Any, story: Story
+) -> None:
+    story.see(50, sample=scene.sample(20, 50))
+    story.see(2, sample=scene.sample(19, 1))
+    assert story.status.training.step == 20
+
+
+def test_a_halt_is_enforced_by_a_clock_that_was_set_back(scene: Any, halted: Story) -> None:
+    undone = scene.jobset(suspended=False)
+    assert kinds(halted.see(3600, jobset=undone)) == ["SetSuspend"]
+    halted.see(3601, jobset=scene.jobset(suspended=True))
+    assert kinds(halted.see(10, jobset=undone)) == ["SetSuspend"]
+
+
 def test_the_end_of_an_attempt_and_of_the_next_are_two_events(scene: Any, halted: Story) -> None:
     (first,) = [e for e in halted.see(2).events if e.reason == "NonFiniteLoss"]
     halted.edit(attempt=2)
