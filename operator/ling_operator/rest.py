@@ -1,18 +1,17 @@
 """A small asynchronous client of the Kubernetes REST API: JSON in, JSON out, and watches."""
 
-import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from types import TracebackType
+from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import aiohttp
 
 from ling_operator import deep_json
-from ling_operator.connection import Connection
+from ling_operator.connection import Connection, NoClusterError
+from ling_operator.credentials import Credentials
 
 type JsonObject = dict[str, Any]
 
@@ -20,7 +19,7 @@ CONNECT_SECONDS = 10.0
 REQUEST_SECONDS = 30.0  # what a halt waits for at most when its connection is dead
 READ_IDLE_SECONDS = 75.0  # the API server sends a bookmark a minute on an idle watch
 STREAM_SECONDS = 600.0  # a trainer that compiles may print nothing for minutes
-_TOKEN_SECONDS = 30.0
+_READS = frozenset({"GET", "CONNECT"})
 
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
@@ -76,7 +75,8 @@ class RestClient:
       connection: the server.
       read_idle_seconds: silence after which a watch counts as dead.
       request_seconds: for any other request.
-      may_write: asked right before each request that changes something; False refuses it.
+      may_write: asked right before each request that changes something, and again when it has a
+        connection, which may take longer than a right to write lasts; False refuses it.
     """
 
     def __init__(
@@ -92,23 +92,19 @@ class RestClient:
         self._read_idle_seconds = read_idle_seconds
         self._request_seconds = request_seconds
         self._session: aiohttp.ClientSession | None = None
-        self._authorization: str | None = None
-        self._authorization_until = 0.0
+        self._credentials = Credentials(connection)
 
     async def __aenter__(self) -> Self:
         """Open the connection pool."""
         # No limit: a watch or a log that is followed keeps its connection, and with none left
-        # every other request would wait until it times out. Callers are few.
+        # every other request would wait until it times out.
         connector = aiohttp.TCPConnector(limit=0, ssl=self._connection.tls or True)
-        self._session = aiohttp.ClientSession(connector=connector)
+        trace = aiohttp.TraceConfig()
+        trace.on_request_headers_sent.append(self._about_to_send)
+        self._session = aiohttp.ClientSession(connector=connector, trace_configs=[trace])
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close every connection."""
         if self._session is not None:
             await self._session.close()
@@ -242,9 +238,7 @@ class RestClient:
             msg = "use the client as `async with RestClient(...) as client`"
             raise RuntimeError(msg)
         headers = await self._headers(content_type)
-        if method != "GET" and not self._may_write():
-            msg = f"{method} {path}: not sent, this replica does not lead"
-            raise ApiError(status=None, reason="NotLeading", message=msg)
+        self._require_right(method, path)
         try:
             async with self._session.request(
                 method,
@@ -257,24 +251,36 @@ class RestClient:
                 server_hostname=self._connection.server_hostname,
                 proxy=self._connection.proxy,
             ) as answer:
+                if answer.status == HTTPStatus.UNAUTHORIZED:
+                    self._credentials.refused()
                 if answer.status >= HTTPStatus.BAD_REQUEST:
                     raise _refusal(answer, await answer.text())
                 yield answer
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-            detail = str(error) or type(error).__name__
-            msg = f"{method} {path}: {detail}"
+            msg = f"{method} {path}: {str(error) or type(error).__name__}"
             raise ApiError(status=None, reason="", message=msg) from error
 
+    async def _about_to_send(
+        self,
+        _session: aiohttp.ClientSession,
+        _context: SimpleNamespace,
+        sent: aiohttp.TraceRequestHeadersSentParams,
+    ) -> None:
+        """Refuse a change of which nothing is on its way yet; aiohttp's second tries too."""
+        self._require_right(sent.method, sent.url.path)
+
+    def _require_right(self, method: str, path: str) -> None:
+        if method not in _READS and not self._may_write():
+            msg = f"{method} {path}: not sent, this replica does not lead"
+            raise ApiError(status=None, reason="NotLeading", message=msg)
+
     async def _headers(self, content_type: str) -> dict[str, str]:
-        """Return a request's headers; the token is read again every 30 s, in a thread."""
-        now = time.monotonic()
-        if now >= self._authorization_until:
-            self._authorization = await asyncio.to_thread(self._connection.authorization)
-            self._authorization_until = now + _TOKEN_SECONDS
         headers = {"Accept": JSON, "Content-Type": content_type, "User-Agent": "ling-operator"}
-        if self._authorization:
-            headers["Authorization"] = self._authorization
-        return headers
+        try:
+            authorization = await self._credentials.header()
+        except NoClusterError as error:
+            raise ApiError(status=None, reason="", message=str(error)) from error
+        return headers | ({"Authorization": authorization} if authorization else {})
 
 
 def _decode(text: str | bytes, path: str) -> JsonObject:
