@@ -33,8 +33,8 @@ def observe_queue(observed: Observed, status: TrainingRunStatus) -> TrainingRunS
         reason, default = Reason.EVICTED, "The quota was taken away; Kueue will admit it again."
     else:
         reason, default = Reason.WAITING_FOR_QUOTA, "Waiting for quota."
-    message = workload.message if workload.active and workload.message else default
-    return mark(observed, status, kind, "False", reason=reason, message=message)
+    message = (workload.message or default) if workload.active else f"{default} {workload.message}"
+    return mark(observed, status, kind, "False", reason=reason, message=message.strip())
 
 
 def is_stopped(observed: Observed, jobset: JobSetView) -> bool:

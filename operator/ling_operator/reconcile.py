@@ -39,7 +39,13 @@ from ling_operator.queueing import observe_queue
 from ling_operator.recovery import measure_recovery
 from ling_operator.runnable import target_steps
 from ling_operator.settle import settle
-from ling_operator.stopping import OVERRIDE_PAUSE, Step, enforce_stop, pause_or_resume
+from ling_operator.stopping import (
+    KUEUE_PATIENCE,
+    OVERRIDE_PAUSE,
+    Step,
+    enforce_stop,
+    pause_or_resume,
+)
 from ling_operator.views import Owner
 from ling_operator.watching import adopt, await_jobset, carry_over
 from ling_trainer.schema import ConfigError
@@ -247,6 +253,8 @@ def _look_again(observed: Observed, status: TrainingRunStatus) -> timedelta | No
     """Return when something may be due that no watch tells."""
     if has_ended(status):
         stop = status.stop
+        if stop is not None and not stop.confirmed:
+            return KUEUE_PATIENCE
         if stop is not None and stop.override_time is not None:
             left = stop.override_time + OVERRIDE_PAUSE - observed.now
             return max(left, timedelta(seconds=1)) if left > timedelta() else None

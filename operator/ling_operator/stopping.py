@@ -1,17 +1,20 @@
 """Bringing a JobSet to rest, and back: halts that hold, pauses, Kueue's evictions. Pure."""
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from ling_operator.api import ConditionType, Reason, Stop, TrainingRunStatus
 from ling_operator.conditions import Truth, find, has_reason, holds
 from ling_operator.ending import is_cancelled
-from ling_operator.plan import Action, DeleteJobSet, Observed
+from ling_operator.plan import Action, DeleteJobSet, Observed, SetSuspend
 from ling_operator.progress import attempt_pods, mark
 from ling_operator.queueing import is_stopped, resume, stop
 from ling_operator.views import JobSetView
 
 OVERRIDE_PAUSE = timedelta(seconds=60)
 """A stop that somebody undoes is done again at most this often."""
+
+KUEUE_PATIENCE = timedelta(seconds=60)
+"""Kueue stops a JobSet within a second or two; a halt holds without it too."""
 
 _OURS = frozenset({Reason.SUSPENDING, Reason.SUSPEND_REQUESTED, Reason.RESUMING})
 
@@ -21,16 +24,17 @@ type Step = tuple[TrainingRunStatus, tuple[Action, ...]]
 def enforce_stop(observed: Observed, status: TrainingRunStatus, jobset: JobSetView | None) -> Step:
     """Keep a halted or failed attempt stopped; do not fight with whoever undoes it."""
     kinds = (ConditionType.HALTED, ConditionType.FAILED)
-    why = next((c.reason for c in status.conditions if c.type in kinds and c.status == "True"), "")
-    if not why or is_cancelled(status):
+    stopped = next((c for c in status.conditions if c.type in kinds and c.status == "True"), None)
+    if stopped is None or is_cancelled(status):
         return status, ()
+    why, since = stopped.reason, stopped.last_transition_time
     mine = status.stop or Stop()
     if _is_to_go(observed, status) and jobset is not None:
         actions = () if jobset.deleting else (DeleteJobSet(jobset.uid, why),)
         return status.model_copy(update={"stop": mine}), actions
     if jobset is None or jobset.terminal or jobset.deleting or is_stopped(observed, jobset):
         return status.model_copy(update={"stop": mine.model_copy(update={"confirmed": True})}), ()
-    actions = stop(observed, jobset, why)
+    actions = stop(observed, jobset, why) or _without_kueue(observed, jobset, why, since)
     if not mine.confirmed:
         return status.model_copy(update={"stop": mine}), actions
     last = mine.override_time
@@ -38,6 +42,15 @@ def enforce_stop(observed: Observed, status: TrainingRunStatus, jobset: JobSetVi
         return status, ()
     mine = mine.model_copy(update={"override_time": observed.now})
     return status.model_copy(update={"stop": mine}), actions
+
+
+def _without_kueue(
+    observed: Observed, jobset: JobSetView, why: str, since: datetime
+) -> tuple[Action, ...]:
+    """Suspend the JobSet itself where Kueue does not; its Workload keeps Kueue from undoing it."""
+    if jobset.suspended or abs(observed.now - since) < KUEUE_PATIENCE:
+        return ()
+    return (SetSuspend(jobset.uid, True, why),)
 
 
 def _is_to_go(observed: Observed, status: TrainingRunStatus) -> bool:

@@ -44,17 +44,27 @@ def view_workload(raw: Raw) -> WorkloadView:
         owner_uid=str(owner.get("uid", "")),
         active=spec.get("active") is not False,
         admitted=_true(conditions.get("Admitted")),
-        message=_why_waiting(conditions),
+        message=_why_waiting(conditions, _list(status.get("admissionChecks"))),
     )
 
 
-def _why_waiting(conditions: Mapping[str, Raw]) -> str:
-    """Return the message of the eviction, else of the quota that is not there."""
-    evicted, quota = conditions.get("Evicted"), conditions.get("QuotaReserved")
-    for condition in (evicted if _true(evicted) else None, quota):
-        if condition is not None and not (condition is quota and _true(quota)):
-            return str(condition.get("message", ""))
-    return ""
+def _why_waiting(conditions: Mapping[str, Raw], checks: Sequence[Raw]) -> str:
+    """Return why there is no admission: an eviction, no quota, or a check of those that follow.
+
+    With its quota a Workload may still wait, for machines that are being provisioned for it.
+    """
+    evicted, quota = (_map(conditions.get(kind)) for kind in ("Evicted", "QuotaReserved"))
+    if _true(evicted):
+        return str(evicted.get("message", ""))
+    if not _true(quota):
+        return str(quota.get("message", ""))
+    open_checks = (check for check in checks if check.get("state") != "Ready")
+    return next(map(_of_check, open_checks), "")
+
+
+def _of_check(check: Raw) -> str:
+    said = f"The quota is reserved; admission check {check.get('name')} is {check.get('state')}"
+    return f"{said}: {check['message']}" if check.get("message") else f"{said}."
 
 
 def _true(condition: Raw | None) -> bool:

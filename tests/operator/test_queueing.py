@@ -79,7 +79,7 @@ def test_admitted_says_what_kueue_says(
     assert plan.status.phase == ("Queued" if suspended else "Starting")
 
 
-def test_a_halt_deactivates_the_workload_and_never_suspends_the_jobset(
+def test_a_halt_deactivates_the_workload_and_leaves_the_jobset_to_kueue(
     scene: Any, story: Story
 ) -> None:
     for second in range(1, 3):
@@ -90,6 +90,23 @@ def test_a_halt_deactivates_the_workload_and_never_suspends_the_jobset(
     assert story.status.stop is not None
     assert story.status.stop.confirmed
     assert story.condition("Admitted") == ("False", "Deactivated")
+
+
+def test_a_halt_holds_where_kueue_does_not_answer(scene: Any, story: Story) -> None:
+    story.see(1, sample=scene.nan_sample(12))
+    plan = story.see(60, workload=INACTIVE)
+    assert plan.actions == ()
+    assert plan.requeue_after == timedelta(seconds=60)
+    suspend = SetSuspend("js-1", True, "NonFiniteLoss")
+    assert story.see(61).actions == (suspend,)
+    assert story.see(62).actions == (suspend,), "until it is seen"
+    story.see(63, jobset=scene.jobset(suspended=True))
+    assert story.status.stop is not None
+    assert story.status.stop.confirmed
+    assert story.see(64).requeue_after is None
+    again = story.see(65, jobset=scene.jobset())
+    assert again.actions == (suspend,), "nor does it undo what somebody does"
+    assert "HaltOverridden" in {event.reason for event in again.events}
 
 
 def test_a_run_halted_while_it_waits_for_quota_is_deactivated_too(scene: Any) -> None:
@@ -195,3 +212,26 @@ def test_a_workload_is_read_by_its_jobset_owner_and_its_conditions() -> None:
     ]
     assert view_workload(workload(conditions=evicted)).message == "Preempted to accommodate"
     assert view_workload({"metadata": {"name": "w", "uid": "u"}}).owner_uid == ""
+
+
+def test_a_run_with_quota_that_waits_for_machines_says_so() -> None:
+    reserved = [
+        {"type": "QuotaReserved", "status": "True", "message": "Quota reserved in tpu"},
+        {"type": "Evicted", "status": "False", "message": "Previously: preempted"},
+    ]
+    checks = [
+        {"name": "budget", "state": "Ready", "message": "ok"},
+        {"name": "dws", "state": "Pending", "message": "Waiting for resources"},
+    ]
+    waiting = view_workload(workload(conditions=reserved, admissionChecks=checks))
+    assert not waiting.admitted
+    assert waiting.message == (
+        "The quota is reserved; admission check dws is Pending: Waiting for resources"
+    )
+
+
+def test_a_run_that_kueue_gave_up_says_why(scene: Any, story: Story) -> None:
+    why = "The workload is deactivated due to exceeding the maximum number of re-queuing retries"
+    story.see(1, **(stopped(scene) | {"workload": replace(INACTIVE, message=why)}))
+    (condition,) = (c for c in story.status.conditions if c.type == "Admitted")
+    assert condition.message == f"The Workload is not active; its quota is free. {why}"
