@@ -148,11 +148,10 @@ async def operate(options: argparse.Namespace, connection: Connection) -> int:
     async with AsyncExitStack() as stack:
         lease = await _lease(options, connection, stack)
         leading = (lambda: True) if lease is None else (lambda: lease.leading)
-        namespaces = tuple(dict.fromkeys(options.namespaces))
         client = await stack.enter_async_context(RestClient(connection, may_write=leading))
         session = await stack.enter_async_context(ScrapeSession())
         queue: WorkQueue[Key] = WorkQueue()
-        caches = Caches(client, namespaces=namespaces, wake=queue.add)
+        caches = Caches(client, namespaces=options.namespaces, wake=queue.add)
         telemetry = Telemetry(
             queue,
             caches,
@@ -167,7 +166,7 @@ async def operate(options: argparse.Namespace, connection: Connection) -> int:
         controller = Controller(queue, caches, Cluster(client, caches), telemetry)
         tasks = [_named(r.run(), f"watch {r.name}") for r in caches.reflectors]
         tasks += [_named(lease.run(), "lease")] if lease is not None else []
-        _log.info("started", extra={"server": connection.server, "namespaces": namespaces})
+        _log.info("started", extra={"server": connection.server, "namespaces": options.namespaces})
         # A standby's caches are full when it takes over; everything below waits for the Lease.
         ready = _named(_ready(caches, lease), "first lists and the Lease")
         ended = await _first_end([*tasks, ready], stop)

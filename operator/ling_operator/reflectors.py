@@ -13,7 +13,7 @@ class Reflectors[T]:
     """A reflector for each namespace, or one of all of them where none is named.
 
     Args:
-      namespaces: to watch, each once; none for all.
+      namespaces: to watch; none for all.
       path: of the kind's collection in a namespace, or in all for None; see Reflector.
       on_synced: called with the namespace once it has been listed; see Reflector for the others.
 

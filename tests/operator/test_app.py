@@ -316,6 +316,8 @@ async def test_it_is_not_alive_while_a_pass_never_ends_or_a_watch_stops_trying(
         (["--health-probe-bind-address=:99999"], "':99999' is no address"),
         (["--workers=0"], "'0' is no positive number"),
         (["--log-level=loud"], "invalid choice: 'loud'"),
+        (["--namespace=a,b"], "'a,b' is no namespace; write --namespace once for each"),
+        (["--namespace="], "'' is no namespace"),
     ],
 )
 def test_a_wrong_flag_ends_with_2_and_says_which(

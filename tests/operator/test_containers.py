@@ -109,3 +109,12 @@ def test_every_container_of_every_host_has_its_heartbeat_read_at_a_port_of_its_o
 def test_one_process_has_no_other_to_be_compared_with(scene: Any) -> None:
     caches = caches_with(scene, view_pod(raw_pod(None)))
     assert caches.heartbeat_jobs(("team", "ling2"), 60.0) == ()
+
+
+def test_nothing_is_read_of_a_run_before_all_of_its_namespace_is_listed(scene: Any) -> None:
+    caches = caches_with(scene, *(view_pod(raw_pod(None, index=index)) for index in (0, 1)))
+    assert caches.scrape_job(("team", "ling2")) is not None
+    assert len(caches.heartbeat_jobs(("team", "ling2"), 60.0)) == 2
+    caches.workloads.each[None].synced.clear()
+    assert caches.scrape_job(("team", "ling2")) is None
+    assert caches.heartbeat_jobs(("team", "ling2"), 60.0) == ()
