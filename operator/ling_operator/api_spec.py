@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ling_operator.api_names import Count, Fragment, PositiveInt
+from ling_operator.api_names import Count, Fragment
 from ling_operator.health_policy import HealthPolicy
 from ling_trainer.schema import Schema
 
@@ -68,7 +68,9 @@ class PodTemplate(Schema):
     node_selector: dict[str, str] = Field(default_factory=dict[str, str])
     init_containers: tuple[Fragment, ...] = ()
     sidecars: tuple[Fragment, ...] = ()
-    """Containers beside the trainer's."""
+    """Containers beside the trainer's. While one of them runs, its pod does not end, whatever its
+    trainer does: one that does not end by itself belongs into initContainers, with restartPolicy:
+    Always."""
     ttl_seconds_after_finished: Count | None = None
     """Seconds after its end when the JobSet is deleted; null keeps it."""
 
@@ -78,7 +80,7 @@ class TrainingRunSpec(Schema):
 
     suspend: bool = False
     """Pause: pods checkpoint and leave; false goes on from there."""
-    attempt: PositiveInt = 1
+    attempt: Annotated[int, Field(ge=1, le=2**53 - 1)] = 1
     """Raise it to start again, from the last good checkpoint, after a halt, failure or edit."""
     image: Annotated[str, Field(min_length=1)] | None = None
     """Container image of the trainer. Required with tpu and cpu, refused with watch."""

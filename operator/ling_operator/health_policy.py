@@ -102,7 +102,7 @@ class ZeroLossPolicy(Schema):
     """lm_loss stuck at 0: nothing is learned, for want of tokens that count. Reason ZeroLoss."""
 
     floor: Annotated[float, Field(gt=0, le=1)] = 1e-6
-    """A loss at or below this, in nats, counts as 0."""
+    """A loss no further from 0 than this, in nats, counts as 0."""
     consecutive_steps: PositiveInt = 10
     """Steps in a row."""
     action: RuleAction = "Halt"

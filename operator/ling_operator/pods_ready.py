@@ -36,7 +36,7 @@ def hindrance(pods: Iterable[PodView], now: datetime) -> str:
     The others of a slice are not even made before the first has its node.
     """
     for pod in sorted(pods, key=lambda p: (p.job_index, p.completion_index, p.name)):
-        words = _stuck(pod, now) or pod.problem
+        words = _stuck(pod, now) or pod.problem or _kept(pod)
         if words:
             return f" {pod.name}: {words}"
     return ""
@@ -48,3 +48,10 @@ def _stuck(pod: PodView, now: datetime) -> str:
         return ""
     when = pod.ends_by.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return f"was to end by {when}; is its node {pod.host} lost?"
+
+
+def _kept(pod: PodView) -> str:
+    """Say that a pod goes on without its trainer: neither an end nor a restart comes of it."""
+    if pod.exit_code is None or pod.phase != "Running" or pod.deleting:
+        return ""
+    return f"its trainer ended with {pod.exit_code}, but other containers of it still run."

@@ -64,7 +64,7 @@ def fold_series(
     """
     loss = _finite(sample.loss if sample.lm_loss is None else sample.lm_loss)
     learned, norm = loss, _finite(sample.raw_grad_norm)
-    if loss is not None and loss <= policy.zero_loss.floor:
+    if loss is not None and abs(loss) <= policy.zero_loss.floor:
         learned, norm = None, None
     norm = None if norm is not None and norm <= 0 else norm
     zeros, weights = _share_of_zeros(sample), _finite(sample.total_weights)
@@ -202,7 +202,7 @@ def _weights_are_few(state: SeriesState, value: float, rule: TotalWeightsPolicy)
 
 
 def _loss_is_zero(_: SeriesState, value: float, rule: ZeroLossPolicy) -> bool:
-    return value <= rule.floor
+    return abs(value) <= rule.floor
 
 
 def _rise(values: Sequence[float], value: float) -> tuple[float, float]:

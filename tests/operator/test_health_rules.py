@@ -78,6 +78,8 @@ NOISY = [3.0, 3.5, 2.5, 3.25, 2.75] * 8
         ("lm_loss", CALM[:4], [8.0] * 9, None),  # too short a past
         ("lm_loss", CALM, [0.0] * 9, None),
         ("lm_loss", CALM, [0.0] * 10, "ZeroLoss"),
+        ("lm_loss", [-loss for loss in CALM], [-9.0] * 20, None),  # somebody else's objective
+        ("lm_loss", [-loss for loss in CALM], [1.0] * 3, "LossSpike"),
         ("lm_loss", [*CALM, *[3.0, *[0.0] * 9] * 5], CALM, None),  # from 0 to 3 is no spike
         ("raw_grad_norm", CALM, [29.0] * 9, None),
         ("raw_grad_norm", CALM, [31.0] * 3, "GradNormSpike"),

@@ -194,6 +194,14 @@ RUNNING = [
         "abcde: was to end by 2026-11-30T08:59:29Z; is its node node-0 lost?",
     ),
     Row(
+        "A side container outlives its trainer: the JobSet sees neither an end nor a failure.",
+        lambda s: world(s, s.running(), pods=(s.pod(0), s.pod(1, ready=False, exit_code=42))),
+        "Starting",
+        (),
+        {"PodsReady": ("False", "PodsPending")},
+        "1-abcde: its trainer ended with 42, but other containers of it still run.",
+    ),
+    Row(
         "A pod within its grace writes a checkpoint.",
         lambda s: world(
             s, s.running(), pods=(s.pod(0, deleting=True, ends_by=s.at(-29)), s.pod(1))
