@@ -154,15 +154,21 @@ class Caches:
         """Return the names of a run's Jobs."""
         return tuple(sorted(self._jobs.get(self.jobset_key(key), ())))
 
+    def scrape_seconds(self, key: Key) -> float:
+        """Return the interval of a run's scrapes; 0 without such a run."""
+        view = self.runs.objects.get(key)
+        run = view.run if view is not None else None
+        return float(run.spec.health.scrape_interval_seconds) if run is not None else 0.0
+
     def scrape_job(self, key: Key) -> ScrapeJob | None:
         """Say where to read a run's metrics; None unless its process 0 runs and has an address."""
         view, pods = self.run(key), self._pods.get(self.jobset_key(key))
         if view is None or view.run is None or not pods:
             return None
         pod = scrape_target(view.run, tuple(pods.values()))
-        seconds = float(view.run.spec.health.scrape_interval_seconds)
-        port = metrics_port_of(view.run, pod) if pod is not None else 0
-        return _scrape_job(key, pod, seconds, port) if pod is not None else None
+        if pod is None:
+            return None
+        return _scrape_job(key, pod, self.scrape_seconds(key), metrics_port_of(view.run, pod))
 
     def heartbeat_jobs(self, key: Key, interval_seconds: float) -> tuple[ScrapeJob, ...]:
         """Say where to read the heartbeats of a run's hosts; none for a run of one process."""

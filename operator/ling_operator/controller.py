@@ -21,6 +21,7 @@ RESYNC_SECONDS = 600.0
 HEARTBEAT_SECONDS = 60.0
 _CONFLICT_SECONDS = 0.2  # the watch is about to bring what we did not know
 _TICK_SECONDS = 0.1
+_SOON_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Controller:
         async with asyncio.TaskGroup() as group:
             while True:
                 now = time.monotonic()
-                due = {key: when for key, when in due.items() if when > now}
+                due = {key: when for key, when in due.items() if self._waits(key, when - now)}
                 beats_due = {key: when for key, when in beats_due.items() if when > now}
                 for key in self._caches.runs.objects.keys() - beats_due.keys():
                     jobs = self._caches.heartbeat_jobs(key, HEARTBEAT_SECONDS)
@@ -82,6 +83,12 @@ class Controller:
                         self._scraping.add(key)  # or a trainer that is slow is asked ever more
                         group.create_task(self._scrape(session, job))
                 await asyncio.sleep(_TICK_SECONDS)
+
+    def _waits(self, key: Key, seconds: float) -> bool:
+        """Tell whether a page is due in so many seconds still: its interval may be shorter now."""
+        if seconds <= _SOON_SECONDS:
+            return seconds > 0
+        return seconds <= self._caches.scrape_seconds(key)
 
     async def _pass(self, key: Key) -> None:
         started = time.monotonic()

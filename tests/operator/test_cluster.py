@@ -600,10 +600,12 @@ async def test_of_a_spec_that_cannot_be_read_suspend_and_health_still_count(scen
 
 
 @asynccontextmanager
-async def trainers(page: str) -> AsyncGenerator[int]:
-    """A port that answers as every host's metrics page does."""
+async def trainers(page: str, asked: list[str] | None = None) -> AsyncGenerator[int]:
+    """A port that answers as every host's metrics page does, and notes that it was asked."""
 
-    async def answer(_: web.Request) -> web.Response:
+    async def answer(request: web.Request) -> web.Response:
+        if asked is not None:
+            asked.append(request.path)
         return web.Response(text=page)
 
     app = web.Application()
@@ -650,3 +652,25 @@ async def test_the_heartbeats_of_all_hosts_are_read_besides_process_0s_page(scen
             )
             w.api.send(PODS, "DELETED", host(2, port))
             await until(lambda: len(w.cluster.heartbeats(KEY)) == 2)
+
+
+@pytest.mark.asyncio
+async def test_an_interval_that_is_shortened_counts_from_now_on(scene: Any) -> None:
+    run = stored_run(scene, attempt=1, jobSetUID="js-1", phase="Running")
+    run["spec"]["health"] = {"scrapeIntervalSeconds": 3600}
+    asked: list[str] = []
+    async with (
+        trainers("ling_step 12\n", asked) as port,
+        world(scene, watching=True, runs=[run], pods=[host(0, port)]) as w,
+        ScrapeSession() as session,
+    ):
+        queue = WorkQueue[tuple[str, str]]()
+        controller = Controller(queue, w.caches, w.cluster, Telemetry(queue, w.caches))
+        scraping = asyncio.create_task(controller.scrape(session))
+        await until(lambda: asked)
+        run["spec"]["health"] = {"scrapeIntervalSeconds": 1}
+        run["metadata"]["resourceVersion"] = "9"
+        w.api.send(RUNS, "MODIFIED", run)
+        await until(lambda: len(asked) >= 3)
+        scraping.cancel()
+        await asyncio.gather(scraping, return_exceptions=True)
