@@ -7,7 +7,13 @@ import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-pytest_plugins = ("golden_table", "image_fixtures")
+pytest_plugins = (
+    "cluster_programs",
+    "cluster_report",
+    "golden_table",
+    "image_fixtures",
+    "kept_programs",
+)
 ROOT = Path(__file__).parents[1]
 
 

@@ -7,40 +7,30 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lingcluster import container, kueue_controller, operator_process, sample_runs
+from lingcluster import kueue_controller, operator_process, sample_runs
 from lingcluster.apart import SideBySide
 from lingcluster.api_proxy import ApiProxy
 from lingcluster.audit import AuditLog
-from lingcluster.build import Builder, Programs, ProgramsUnavailableError
+from lingcluster.build import Programs
 from lingcluster.client import Manifest, wait_for
 from lingcluster.container_setup import Timing
 from lingcluster.control_plane import ControlPlane
-from lingcluster.fault_table import FaultTable
 from lingcluster.kubelet import ProcessKubelet
 from lingcluster.loopback import LoopbackBlock
 from lingcluster.operator_process import OperatorAddresses, OperatorProcess, StartOperator
 from lingcluster.pod_spec import Image
 from lingcluster.processes import Session
-from lingcluster.story import Story
 from lingcluster.training_runs import TrainingRuns
 from lingcluster.workloads import SHELL_IMAGE
 
 HERE = Path(__file__).parent
 METRICS_PORT = 9464
-_LOG_TAIL = 20_000
-_PROGRAMS = pytest.StashKey[Programs | str]()
-_SKIPPED = pytest.StashKey[str]()
-_LATENCIES = pytest.StashKey[dict[str, float]]()
-_STORIES = pytest.StashKey[list[Path]]()
-_FAULTS = pytest.StashKey[FaultTable]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -49,84 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.cluster)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the programs before the first test, where no time limit of a test counts."""
-    needed = any("programs" in getattr(item, "fixturenames", ()) for item in session.items)
-    if not needed or session.config.option.collectonly:
-        return
-    session.config.stash[_PROGRAMS] = _build(session.config)
-
-
-def _build(config: pytest.Config) -> Programs | str:
-    """Return the programs, or why there are none."""
-    if problem := _namespace_problem():
-        return problem
-    capture: Any = config.pluginmanager.getplugin("capturemanager")
-
-    def report(line: str) -> None:
-        with capture.global_and_fixture_disabled():
-            print(f"[control plane] {line}", flush=True)
-
-    try:
-        return Builder(report=report).ensure()
-    except ProgramsUnavailableError as error:
-        return str(error)
-
-
-def _namespace_problem() -> str | None:
-    """Return why this user cannot start a container, None when it can."""
-    spec = {
-        "argv": ["true"],
-        "environment": {"PATH": os.defpath},
-        "working_directory": "/",
-        "hostname": "probe",
-        "device_directory": tempfile.gettempdir(),
-        "mounts": [],
-    }
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", container.__file__],
-        input=json.dumps(spec),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == 0:
-        return None
-    reason = (done.stdout + done.stderr).strip()[-500:]
-    return f"this user may not make namespaces; run the tests as root ({reason})"
-
-
-@pytest.fixture(scope="session")
-def programs(request: pytest.FixtureRequest) -> Programs:
-    """The built programs. Without them: skipped, said loudly once; with CI=true a failure."""
-    found = request.config.stash[_PROGRAMS]
-    if isinstance(found, Programs):
-        return found
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"the control plane cannot run: {found}")
-    request.config.stash[_SKIPPED] = found
-    pytest.skip("the control plane cannot run; the summary says why")
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Say what was measured; and once, and not in passing, what was not tested."""
-    for path, seconds in config.stash.get(_LATENCIES, {}).items():
-        terminalreporter.write_line(f"from NaN to Halted: {seconds:5.2f} s {path}")
-    for fault in config.stash.get(_FAULTS, FaultTable()).rows:
-        terminalreporter.write_line(fault.row())
-    for path in config.stash.get(_STORIES, []):
-        terminalreporter.write_line(f"what was seen and when: {path}")
-    if reason := config.stash.get(_SKIPPED, None):
-        terminalreporter.write_line(
-            "NOT TESTED: nothing ran against a real Kubernetes API server, scheduler or JobSet "
-            f"controller (all of tests/cluster): {' | '.join(reason.splitlines())}",
-            red=True,
-            bold=True,
-        )
 
 
 @pytest.fixture(scope="session")
@@ -215,19 +127,37 @@ def kubelet(_session_kubelet: ProcessKubelet) -> Iterator[ProcessKubelet]:
 
 
 @pytest.fixture
-def namespace(control_plane: ControlPlane, kubelet: ProcessKubelet) -> Iterator[str]:
+def make_namespace(
+    control_plane: ControlPlane, kubelet: ProcessKubelet
+) -> Iterator[Callable[[], str]]:
+    """Make new namespaces; afterwards they are deleted and their processes are gone."""
+    client, made = control_plane.client, list[str]()
+
+    def make() -> str:
+        name = f"test-{uuid.uuid4().hex[:8]}"
+        client.create("/api/v1/namespaces", {"metadata": {"name": name}})
+        made.append(name)
+        # Without it the API server refuses every pod.
+        account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
+        wait_for(f"the service account of {name}", lambda: client.find(account))
+        return name
+
+    yield make
+    for name in made:
+        client.delete(f"/api/v1/namespaces/{name}")
+        # A namespace that ends accepts nothing new; its pods need no grace any more.
+        client.delete(f"/api/v1/namespaces/{name}/pods", grace=0)
+    for name in made:
+        wait_for(
+            f"the processes of {name} to end",
+            lambda name=name: not kubelet.live_processes(name),
+        )
+
+
+@pytest.fixture
+def namespace(make_namespace: Callable[[], str]) -> str:
     """A new namespace; afterwards it is deleted and its processes are gone."""
-    name = f"test-{uuid.uuid4().hex[:8]}"
-    client = control_plane.client
-    client.create("/api/v1/namespaces", {"metadata": {"name": name}})
-    # Without it the API server refuses every pod.
-    account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
-    wait_for(f"the service account of {name}", lambda: client.find(account))
-    yield name
-    client.delete(f"/api/v1/namespaces/{name}")
-    # A namespace that ends accepts nothing new; its pods need no grace any more.
-    client.delete(f"/api/v1/namespaces/{name}/pods", grace=0)
-    wait_for(f"the processes of {name} to end", lambda: not kubelet.live_processes(name))
+    return make_namespace()
 
 
 @pytest.fixture
@@ -380,40 +310,3 @@ def real_run(
         output=tmp_path / "real",
         compilation_cache=compilation_cache,
     )
-
-
-@pytest.fixture
-def story(tmp_path: Path, request: pytest.FixtureRequest) -> Story:
-    """The test's story; it lies beside the operator's log, and the summary says where."""
-    story = Story(tmp_path / f"{request.node.originalname}.log")
-    request.config.stash.setdefault(_STORIES, []).append(story.path)
-    return story
-
-
-@pytest.fixture
-def faults(pytestconfig: pytest.Config) -> FaultTable:
-    """Rows of docs/faults.md as measured, printed in the summary."""
-    return pytestconfig.stash.setdefault(_FAULTS, FaultTable())
-
-
-@pytest.fixture
-def halt_latencies(pytestconfig: pytest.Config) -> dict[str, float]:
-    """Seconds from NaN to Halted by path, printed in the summary."""
-    return pytestconfig.stash.setdefault(_LATENCIES, {})
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add the pods and what they printed to a failed test's report."""
-    report = yield
-    arguments = getattr(item, "funcargs", {})
-    if call.when == "call" and report.failed and {"namespace", "kubelet"} <= arguments.keys():
-        plane, space = arguments.get("control_plane"), arguments["namespace"]
-        if isinstance(plane, ControlPlane):
-            pods = plane.kubectl("get", "jobsets,jobs,pods", "-o", "wide", "-n", space)
-            report.sections.append((f"objects in {space}", pods))
-            report.sections.append(("logs of the control plane", str(plane.directory)))
-        report.sections.append((f"pods' output in {space}", arguments["kubelet"].logs(space)))
-        for log in sorted(arguments.get("tmp_path", Path(os.devnull)).glob("operator-*.log")):
-            report.sections.append((str(log), log.read_text()[-_LOG_TAIL:]))
-    return report

@@ -267,9 +267,7 @@ def test_kinds_that_are_installed_after_the_operator_are_found_and_named_until_t
     seconds = time.monotonic() - installed
     runs.wait_condition("early", "Admitted", "Unknown", "NoWorkload")
 
-    for crd in kueue_controller.crds(
-        plane.programs, url=plane.kueue_url, authority=plane.authority.certificate
-    ):
+    for crd in kueue_controller.crds(plane):
         if crd["spec"]["names"]["plural"] == "workloads":
             del crd["spec"]["conversion"]  # nobody converts here
             plane.install_crd(crd)

@@ -11,16 +11,15 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import secrets
-import ssl
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lingcluster import jobset_controller, kueue_controller
-from lingcluster.audit import POLICY, AuditLog
+from lingcluster import components, jobset_controller, kueue_controller
+from lingcluster.audit import AuditLog
 from lingcluster.build import Programs
-from lingcluster.certificates import CertificateAuthority, service_account_key
+from lingcluster.certificates import CertificateAuthority
 from lingcluster.client import (
     Identity,
     KubeClient,
@@ -31,9 +30,8 @@ from lingcluster.client import (
     wait_for,
 )
 from lingcluster.loopback import LoopbackBlock
-from lingcluster.processes import Process, Session, answers
+from lingcluster.processes import Process, Session
 
-_START_TIMEOUT = 60.0
 # User name -> group. The components have the identities, and so the rights, of a real cluster.
 _USERS = {
     "admin": "system:masters",
@@ -43,18 +41,6 @@ _USERS = {
     jobset_controller.USER: "",
     kueue_controller.USER: "",
 }
-# Without nodelifecycle, whose leases the process kubelet does not renew; without endpointslice,
-# which refuses loopback pod addresses and retries for ever.
-_CONTROLLERS = (
-    "garbage-collector-controller",
-    "job-controller",
-    "namespace-controller",
-    "pod-garbage-collector-controller",
-    "resourcequota-controller",
-    "root-ca-certificate-publisher-controller",
-    "serviceaccount-controller",
-    "ttl-after-finished-controller",
-)
 
 
 @dataclass(frozen=True)
@@ -106,9 +92,9 @@ class ControlPlane:
         self.directory = directory
         self.session = session
         self.address = block.control_plane
-        names = ("etcd", "etcd-peer", "apiserver", "kcm", "scheduler", "webhook", "probe",
-                 "kueue-webhook", "kueue-probe")  # fmt: skip
-        self.ports = dict(zip(names, block.free_ports(len(names)), strict=True))
+        names = ("etcd", "etcd-peer", "apiserver", "kcm", "scheduler", "jobset-webhook",
+                 "jobset-probe", "kueue-webhook", "kueue-probe")  # fmt: skip
+        self.ports: dict[str, int] = dict(zip(names, block.free_ports(len(names)), strict=True))
         self.server = f"https://{self.address}:{self.ports['apiserver']}"
         self.authority = CertificateAuthority(directory)
         self.serving = self.authority.serving(
@@ -172,24 +158,25 @@ class ControlPlane:
         Raises:
           NotReadyError: a program did not come up.
         """
-        self._start_etcd()
-        self._start_api_server()
+        self.start_bare()
         for path in (*jobset_controller.crd_files(self.programs), *crds):
             for crd in load_manifests(path):
                 self.install_crd(crd)
-        for crd in kueue_controller.crds(
-            self.programs, url=self.kueue_url, authority=self.authority.certificate
-        ):
+        for crd in kueue_controller.crds(self):
             self.install_crd(crd)
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
-            starts = (self._start_controller_manager, self._start_scheduler, self._start_jobset)
-            for done in [pool.submit(start) for start in starts]:
+            starts = (
+                components.start_controller_manager,
+                components.start_scheduler,
+                jobset_controller.start,
+            )
+            for done in [pool.submit(start, self) for start in starts]:
                 done.result()
 
     def start_bare(self) -> None:
         """Start etcd and the API server alone: no kind but Kubernetes' own, and no controller."""
-        self._start_etcd()
-        self._start_api_server()
+        components.start_etcd(self)
+        self.start_api_server()
 
     def kill_api_server(self) -> None:
         """Kill the API server as a lost machine does; start_api_server brings it back."""
@@ -198,12 +185,20 @@ class ControlPlane:
         self._running.remove(self._api_server)
 
     def start_api_server(self) -> None:
-        """Start the API server again, on the same port and the same etcd; return when ready.
+        """Start the API server, the next time on the same port and etcd; return when ready.
 
         Raises:
           NotReadyError: it did not come up.
         """
-        self._start_api_server()
+        tokens = self.directory / "tokens.csv"
+        tokens.touch(mode=0o600)
+        tokens.write_text(
+            "".join(
+                f'{self._tokens[user]},{user},{user},"{group}"\n'
+                for user, group in self._users.items()
+            )
+        )
+        self._api_server = components.start_api_server(self, tokens=tokens)
 
     def compact_etcd(self) -> int:
         """Drop the history of all objects, as the API server does every five minutes.
@@ -218,10 +213,9 @@ class ControlPlane:
             answer.read()
         return revision
 
-    @property
-    def kueue_url(self) -> str:
-        """Where the API server finds Kueue's webhooks."""
-        return f"https://{self.address}:{self.ports['kueue-webhook']}"
+    def webhook_url(self, controller: str) -> str:
+        """Return where the API server finds the webhooks of `jobset` or `kueue`."""
+        return f"https://{self.address}:{self.ports[f'{controller}-webhook']}"
 
     def stop(self) -> None:
         """Kill everything, the API server's clients first; no state is worth an orderly end."""
@@ -255,130 +249,3 @@ class ControlPlane:
         )
         self._running.append(process)
         return process
-
-    def _start_etcd(self) -> None:
-        client = f"http://{self.address}:{self.ports['etcd']}"
-        peer = f"http://{self.address}:{self.ports['etcd-peer']}"
-        etcd = self.run(
-            "etcd",
-            f"--data-dir={self.directory / 'etcd'}",
-            f"--listen-client-urls={client}",
-            f"--advertise-client-urls={client}",
-            f"--listen-peer-urls={peer}",
-            f"--initial-advertise-peer-urls={peer}",
-            f"--initial-cluster=default={peer}",
-            "--unsafe-no-fsync",
-            "--log-level=warn",
-        )
-        etcd.wait_ready(lambda: answers(f"{client}/health"), timeout=_START_TIMEOUT)
-
-    def _start_api_server(self) -> None:
-        tokens = self.directory / "tokens.csv"
-        tokens.touch(mode=0o600)
-        tokens.write_text(
-            "".join(
-                f'{self._tokens[user]},{user},{user},"{group}"\n'
-                for user, group in self._users.items()
-            )
-        )
-        policy = self.directory / "audit-policy.json"
-        policy.write_text(json.dumps(POLICY))
-        signing_key = self.directory / "service-account.key"
-        if not signing_key.exists():
-            service_account_key(signing_key)
-        authority = str(self.authority.certificate)
-        server = self.run(
-            "kube-apiserver",
-            f"--etcd-servers=http://{self.address}:{self.ports['etcd']}",
-            f"--bind-address={self.address}",
-            f"--advertise-address={self.address}",
-            f"--secure-port={self.ports['apiserver']}",
-            # The kubernetes Service's Endpoints cannot hold a loopback address.
-            "--endpoint-reconciler-type=none",
-            f"--tls-cert-file={self.serving.certificate}",
-            f"--tls-private-key-file={self.serving.key}",
-            f"--client-ca-file={authority}",
-            f"--requestheader-client-ca-file={authority}",
-            "--requestheader-allowed-names=nobody",
-            f"--token-auth-file={tokens}",
-            "--authorization-mode=RBAC",
-            # As on GKE: a pod that asks for TPUs tolerates their nodes' taint.
-            "--enable-admission-plugins=ExtendedResourceToleration",
-            "--service-account-issuer=https://kubernetes.default.svc",
-            f"--service-account-signing-key-file={signing_key}",
-            f"--service-account-key-file={signing_key}",
-            "--service-cluster-ip-range=10.96.0.0/16",
-            "--allow-privileged=true",
-            # For logs: nodes' names resolve nowhere.
-            "--kubelet-preferred-address-types=InternalIP",
-            f"--audit-policy-file={policy}",
-            f"--audit-log-path={self.audit_log.path}",
-            *self.additions.api_server_flags,
-        )
-        self._api_server = server
-        server.wait_ready(
-            lambda: self._healthy(self.server, "/readyz", self._tokens["admin"]),
-            timeout=_START_TIMEOUT,
-        )
-
-    def _start_controller_manager(self) -> None:
-        self._start_component(
-            "kube-controller-manager",
-            self.ports["kcm"],
-            f"--service-account-private-key-file={self.directory / 'service-account.key'}",
-            f"--root-ca-file={self.authority.certificate}",
-            "--use-service-account-credentials=true",
-            f"--controllers={','.join([*_CONTROLLERS, *self.additions.controllers])}",
-        )
-
-    def _start_scheduler(self) -> None:
-        self._start_component("kube-scheduler", self.ports["scheduler"])
-
-    def _start_component(self, name: str, port: int, *arguments: str) -> None:
-        kubeconfig = self.identity(f"system:{name}").write_kubeconfig(
-            self.directory / f"{name}.kubeconfig"
-        )
-        process = self.run(
-            name,
-            f"--kubeconfig={kubeconfig}",
-            f"--authentication-kubeconfig={kubeconfig}",
-            f"--authorization-kubeconfig={kubeconfig}",
-            "--leader-elect=false",
-            f"--bind-address={self.address}",
-            f"--secure-port={port}",
-            f"--tls-cert-file={self.serving.certificate}",
-            f"--tls-private-key-file={self.serving.key}",
-            *arguments,
-        )
-        process.wait_ready(
-            lambda: self._healthy(f"https://{self.address}:{port}", "/healthz", None),
-            timeout=_START_TIMEOUT,
-        )
-
-    def _start_jobset(self) -> None:
-        kubeconfig = self.identity(jobset_controller.USER).write_kubeconfig(
-            self.directory / "jobset.kubeconfig"
-        )
-        jobset_controller.grant_role(self.programs, self.client)
-        config = self.directory / "jobset.yaml"
-        webhook, probe = self.ports["webhook"], self.ports["probe"]
-        jobset_controller.write_config(
-            config, address=self.address, webhook_port=webhook, probe_port=probe, tls=self.serving
-        )
-        process = self.run("jobset", f"--config={config}", f"--kubeconfig={kubeconfig}")
-        process.wait_ready(
-            lambda: answers(f"http://{self.address}:{probe}/readyz"), timeout=_START_TIMEOUT
-        )
-        jobset_controller.register_webhooks(
-            self.programs,
-            self.client,
-            url=f"https://{self.address}:{webhook}",
-            authority=self.authority.certificate,
-        )
-
-    def _healthy(self, server: str, path: str, token: str | None) -> bool:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        context = ssl.create_default_context(cafile=str(self.authority.certificate))
-        request = urllib.request.Request(server + path, headers=headers)
-        with urllib.request.urlopen(request, context=context, timeout=2) as answer:
-            return answer.read() == b"ok"

@@ -1,12 +1,18 @@
-"""What installing any controller takes: rights for its user, webhooks registered by URL."""
+"""What running any controller takes: rights for its user, a process, webhooks by URL."""
 
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lingcluster.client import KubeClient, Manifest, load_manifests
+from lingcluster.processes import answers
+
+if TYPE_CHECKING:
+    from lingcluster.control_plane import ControlPlane
 
 _GROUP = "rbac.authorization.k8s.io"
 _RBAC = f"/apis/{_GROUP}/v1"
@@ -29,36 +35,60 @@ def grant_role(client: KubeClient, user: str, namespace: str, rules: list[Manife
     client.apply(f"{own}/rolebindings/{user}", _binding(user, ""))
 
 
+def start_controller(plane: ControlPlane, name: str, *, user: str, config: Manifest) -> None:
+    """Start a controller and return when it is ready.
+
+    Args:
+      plane: has the ports NAME-webhook and NAME-probe.
+      name: the program's.
+      user: who it is to the API server.
+      config: its apiVersion, and what it is told beside what every controller is.
+
+    Raises:
+      NotReadyError: it did not come up.
+    """
+    probe = f"{plane.address}:{plane.ports[f'{name}-probe']}"
+    shared: Manifest = {
+        "kind": "Configuration",
+        "leaderElection": {"leaderElect": False},
+        # Its own certificate management registers webhooks by Service, which leads nowhere here.
+        "internalCertManagement": {"enable": False},
+        "webhook": {
+            "host": plane.address,
+            "port": plane.ports[f"{name}-webhook"],
+            "certDir": str(plane.serving.certificate.parent),
+        },
+        "metrics": {"bindAddress": "0"},
+        "health": {"healthProbeBindAddress": probe},
+    }
+    path = plane.directory / f"{name}.yaml"
+    path.write_text(json.dumps(shared | config, indent=1))
+    kubeconfig = plane.identity(user).write_kubeconfig(plane.directory / f"{name}.kubeconfig")
+    process = plane.run(name, f"--config={path}", f"--kubeconfig={kubeconfig}")
+    process.wait_ready(lambda: answers(f"http://{probe}/readyz"), timeout=60)
+
+
 def at(url: str, authority: Path) -> Manifest:
     """Return a webhook's clientConfig: its URL, trusted by the certificate in `authority`."""
     return {"url": url, "caBundle": base64.b64encode(authority.read_bytes()).decode()}
 
 
-def register_webhooks(
-    client: KubeClient,
-    configurations: Iterable[Manifest],
-    *,
-    prefix: str,
-    url: str,
-    authority: Path,
-) -> None:
-    """Register webhook configurations at `url` instead of at a Service.
+def register_webhooks(plane: ControlPlane, name: str, configurations: Iterable[Manifest]) -> None:
+    """Register a controller's webhooks by its URL instead of by a Service.
 
     Args:
-      client: the administrator's.
+      plane: has the port NAME-webhook.
+      name: the controller's, and the prefix of the configurations' names here.
       configurations: as an installation has them.
-      prefix: of their names here.
-      url: without a path.
-      authority: certificate that signed the webhooks'.
     """
+    url = plane.webhook_url(name)
     for configuration in configurations:
-        name = f"{prefix}-{configuration['metadata']['name']}"
-        configuration["metadata"]["name"] = name
+        own = configuration["metadata"]["name"] = f"{name}-{configuration['metadata']['name']}"
         for webhook in configuration["webhooks"]:
             path = webhook["clientConfig"]["service"]["path"]
-            webhook["clientConfig"] = at(url + path, authority)
+            webhook["clientConfig"] = at(url + path, plane.authority.certificate)
         collection = configuration["kind"].lower() + "s"
-        client.apply(f"{_ADMISSION}/{collection}/{name}", configuration)
+        plane.client.apply(f"{_ADMISSION}/{collection}/{own}", configuration)
 
 
 def _binding(user: str, scope: str) -> Manifest:

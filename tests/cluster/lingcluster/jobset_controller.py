@@ -1,14 +1,16 @@
-"""JobSet's controller as a process: CRD, role, configuration, and webhooks registered by URL."""
+"""JobSet's controller as a process: CRD, role, configuration and webhooks."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lingcluster import installation
 from lingcluster.build import Programs
-from lingcluster.certificates import KeyPair
-from lingcluster.client import KubeClient, Manifest, load_manifests
+from lingcluster.client import load_manifests
+
+if TYPE_CHECKING:
+    from lingcluster.control_plane import ControlPlane
 
 USER = "jobset-controller"
 _COMPONENTS = Path("config/components")
@@ -19,48 +21,19 @@ def crd_files(programs: Programs) -> list[Path]:
     return sorted((programs.assets["jobset"] / _COMPONENTS / "crd/bases").glob("*.yaml"))
 
 
-def grant_role(programs: Programs, client: KubeClient) -> None:
-    """Give USER the rights of JobSet's own role, and no more."""
-    role = programs.assets["jobset"] / _COMPONENTS / "rbac/role.yaml"
-    installation.grant_cluster_role(client, USER, role)
+def start(plane: ControlPlane) -> None:
+    """Start JobSet's controller, its kind being there; return when JobSets can be made.
 
-
-def write_config(
-    path: Path, *, address: str, webhook_port: int, probe_port: int, tls: KeyPair
-) -> None:
-    """Write the controller's configuration file.
-
-    Args:
-      path: the file.
-      address: where webhooks and probes listen.
-      webhook_port: HTTPS.
-      probe_port: HTTP.
-      tls: the webhooks' certificate; its folder holds tls.crt and tls.key.
+    Raises:
+      NotReadyError: it did not come up.
     """
-    config: Manifest = {
-        "apiVersion": "config.jobset.x-k8s.io/v1alpha1",
-        "kind": "Configuration",
-        "leaderElection": {"leaderElect": False},
-        # Its own certificate management registers webhooks by Service, which leads nowhere here.
-        "internalCertManagement": {"enable": False},
-        "webhook": {
-            "host": address,
-            "port": webhook_port,
-            "certDir": str(tls.certificate.parent),
-        },
-        "metrics": {"bindAddress": "0"},
-        "health": {"healthProbeBindAddress": f"{address}:{probe_port}"},
-    }
-    path.write_text(json.dumps(config, indent=1))
-
-
-def register_webhooks(
-    programs: Programs, client: KubeClient, *, url: str, authority: Path
-) -> None:
-    """Register JobSet's webhooks at `url`, trusted by the certificate in `authority`."""
-    manifests = programs.assets["jobset"] / _COMPONENTS / "webhook/manifests.yaml"
-    configurations = load_manifests(manifests)
-    for webhook in (w for each in configurations for w in each["webhooks"]):
+    components = plane.programs.assets["jobset"] / _COMPONENTS
+    # The rights of JobSet's own role, and no more.
+    installation.grant_cluster_role(plane.client, USER, components / "rbac/role.yaml")
+    config = {"apiVersion": "config.jobset.x-k8s.io/v1alpha1"}
+    installation.start_controller(plane, "jobset", user=USER, config=config)
+    webhooks = load_manifests(components / "webhook/manifests.yaml")
+    for webhook in (w for each in webhooks for w in each["webhooks"]):
         if "pods" in webhook["rules"][0]["resources"]:
             # As JobSet's own installation does: other pods do not depend on its controller.
             webhook["objectSelector"] = {
@@ -68,6 +41,4 @@ def register_webhooks(
                     {"key": "jobset.sigs.k8s.io/jobset-name", "operator": "Exists"}
                 ]
             }
-    installation.register_webhooks(
-        client, configurations, prefix="jobset", url=url, authority=authority
-    )
+    installation.register_webhooks(plane, "jobset", webhooks)

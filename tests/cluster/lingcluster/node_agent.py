@@ -1,8 +1,4 @@
-"""The asynchronous half of the process kubelet: nodes registered, pods watched and run.
-
-It lists and watches with code of its own, so that a mistake in the reflector under test cannot
-hide behind the same mistake here.
-"""
+"""The asynchronous half of the process kubelet: nodes registered, pods followed and run."""
 
 from __future__ import annotations
 
@@ -11,8 +7,7 @@ import contextlib
 import functools
 import json
 import logging
-import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +20,13 @@ from lingcluster.container_setup import Surroundings, Timing, hostname, hosts_fi
 from lingcluster.hosts import HostsEntry, HostsFiles
 from lingcluster.log_server import ContainerLog, LogServer
 from lingcluster.loopback import LoopbackBlock
-from lingcluster.nodes import NodePool, node_manifest, node_status, taints
+from lingcluster.node_api import NodeApi
+from lingcluster.nodes import NodePool
 from lingcluster.pod_spec import Image, PodAddresses, declared_ports
 from lingcluster.pod_worker import PodWorker
 from lingcluster.port_proxy import PortProxy
 
 _log = logging.getLogger(__name__)
-_MERGE = "application/merge-patch+json"
-_STRATEGIC_MERGE = "application/strategic-merge-patch+json"
-_WATCH_SECONDS = 240
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class NodeAgent:
         proxied_ports: Sequence[int],
         launcher_environment: Mapping[str, str],
     ) -> None:
-        self._identity = identity
+        self._api = NodeApi(identity)
         self._pools = {name: pool for pool in pools for name in pool.node_names()}
         self._node_addresses = {name: block.node(i) for i, name in enumerate(self._pools)}
         self._directory = directory
@@ -90,8 +83,8 @@ class NodeAgent:
                 "KUBERNETES_SERVICE_PORT": port,
             },
             launcher_environment=launcher_environment,
-            patch_status=self._patch_status,
-            remove=self._remove,
+            patch_status=self._api.patch_status,
+            remove=self._api.remove,
             started=self._record,
         )
         self.workers: dict[str, PodWorker] = {}
@@ -104,15 +97,7 @@ class NodeAgent:
 
     async def run(self) -> None:
         """Register the nodes, then follow the pods until cancelled."""
-        context = ssl.create_default_context(cafile=str(self._identity.certificate_authority))
-        self._http = aiohttp.ClientSession(
-            self._identity.server,
-            headers={"Authorization": f"Bearer {self._identity.token}"},
-            connector=aiohttp.TCPConnector(ssl=context),
-            timeout=aiohttp.ClientTimeout(total=30),
-            raise_for_status=True,
-        )
-        async with self._http:
+        async with self._api:
             try:
                 await self.logs.start(list(self._node_addresses.values()))
                 for name in self._pools:
@@ -126,12 +111,7 @@ class NodeAgent:
 
     async def register(self, name: str) -> None:
         """Create the object of a node of the pools."""
-        pool, path = self._pools[name], f"/api/v1/nodes/{name}"
-        await self._request("POST", "/api/v1/nodes", node_manifest(pool, name))
-        status = node_status(pool, name, address=self._node_addresses[name])
-        await self._request("PATCH", f"{path}/status", {"status": status}, _MERGE)
-        # Admission tainted it not-ready, and no node lifecycle controller takes that away.
-        await self._request("PATCH", path, {"spec": {"taints": taints(pool)}}, _MERGE)
+        await self._api.register(self._pools[name], name, address=self._node_addresses[name])
 
     def _container_log(self, namespace: str, pod: str, container: str) -> ContainerLog | None:
         for worker in self.workers.values():
@@ -144,10 +124,10 @@ class NodeAgent:
     async def _follow_pods(self) -> None:
         while True:
             try:
-                listing = await self._request("GET", "/api/v1/pods")
-                self._take_listing(listing["items"])
+                pods, version = await self._api.list_pods()
+                self._take_listing(pods)
                 self.ready.set()
-                async for kind, pod in self._watch(listing["metadata"]["resourceVersion"]):
+                async for kind, pod in self._api.watch_pods(version):
                     self._take(kind, pod)
             except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
                 _log.warning("pods: %s; listing again", error)
@@ -159,25 +139,6 @@ class NodeAgent:
         listed = {pod["metadata"]["uid"] for pod in pods}
         for uid in self.workers.keys() - listed:
             self._forget(uid)
-
-    async def _watch(self, version: str) -> AsyncIterator[tuple[str, Manifest]]:
-        query = {
-            "watch": "true",
-            "allowWatchBookmarks": "true",
-            "resourceVersion": version,
-            "timeoutSeconds": str(_WATCH_SECONDS),
-        }
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=_WATCH_SECONDS + 30)
-        async with self._http.get(
-            "/api/v1/pods", params=query, timeout=timeout, read_bufsize=2**22
-        ) as answer:
-            async for line in answer.content:
-                event = json.loads(line)
-                if event["type"] == "ERROR":  # 410 above all: list again
-                    _log.info("watch of pods: %s", event["object"].get("message"))
-                    return
-                if event["type"] != "BOOKMARK":
-                    yield event["type"], event["object"]
 
     def _take(self, kind: str, pod: Manifest) -> None:
         uid = pod["metadata"]["uid"]
@@ -255,58 +216,6 @@ class NodeAgent:
                 metadata["namespace"], metadata["name"], metadata["uid"], container, process
             )
         )
-
-    async def _patch_status(self, pod: Manifest, status: Manifest) -> bool:
-        # A strategic merge patch: conditions are merged by type, so those that others set, such
-        # as DisruptionTarget, survive. The uid makes the patch fail on a later pod of this name.
-        body = {"metadata": {"uid": pod["metadata"]["uid"]}, "status": status}
-        return await self._persist("PATCH", f"{_path(pod)}/status", body, _STRATEGIC_MERGE)
-
-    async def _remove(self, pod: Manifest) -> None:
-        options = {
-            "apiVersion": "v1",
-            "kind": "DeleteOptions",
-            "gracePeriodSeconds": 0,
-            "preconditions": {"uid": pod["metadata"]["uid"]},
-        }
-        await self._persist("DELETE", _path(pod), options)
-
-    async def _persist(
-        self, method: str, path: str, body: Manifest, content_type: str = "application/json"
-    ) -> bool:
-        """Send until the API server takes it; False when the pod is gone."""
-        while True:
-            try:
-                await self._request(method, path, body, content_type)
-            except aiohttp.ClientResponseError as error:
-                if error.status in (404, 409, 422):
-                    return False
-                _log.warning("%s %s: %s", method, path, error)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                _log.warning("%s %s: %s", method, path, error)
-            else:
-                return True
-            await asyncio.sleep(0.3)
-
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        body: Manifest | None = None,
-        content_type: str = "application/json",
-    ) -> Any:
-        async with self._http.request(
-            method,
-            path,
-            data=None if body is None else json.dumps(body),
-            headers={"Content-Type": content_type},
-        ) as answer:
-            return await answer.json()
-
-
-def _path(pod: Manifest) -> str:
-    metadata = pod["metadata"]
-    return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
 
 
 def remove_mount_points(paths: Sequence[Path]) -> None:
