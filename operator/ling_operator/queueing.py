@@ -15,7 +15,12 @@ def observe_queue(observed: Observed, status: TrainingRunStatus) -> TrainingRunS
     """Set Admitted for a run in a queue; other runs do not have the condition."""
     queue, jobset = observed.run.spec.queue, current_jobset(observed, status)
     kind, workload = ConditionType.ADMITTED, observed.workload
-    if jobset is None or (not _is_queued(observed, jobset) and workload is None):
+    if jobset is None:
+        if not holds(status.conditions, kind):
+            return status
+        message = "The JobSet is gone, and its quota is free."
+        return mark(observed, status, kind, "False", reason=Reason.NO_WORKLOAD, message=message)
+    if not _is_queued(observed, jobset) and workload is None:
         return status
     if workload is None:
         message = (

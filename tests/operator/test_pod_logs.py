@@ -51,7 +51,7 @@ def test_the_last_lines_are_asked_for_and_made_printable() -> None:
         return web.Response(body=b"\x1b[1mstep 1\x1b[0m\n\n\xff step 2\n")
 
     assert tail(answer) == LogTail("uid", ("step 1", "\ufffd step 2"))
-    assert asked == [{"container": "jax-tpu", "tailLines": "20", "limitBytes": "65536"}]
+    assert asked == [{"container": "jax-tpu", "tailLines": "20", "limitBytes": "327680"}]
 
 
 @pytest.mark.parametrize(

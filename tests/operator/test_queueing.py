@@ -214,6 +214,15 @@ def test_a_workload_is_read_by_its_jobset_owner_and_its_conditions() -> None:
     assert view_workload({"metadata": {"name": "w", "uid": "u"}}).owner_uid == ""
 
 
+@pytest.mark.parametrize("halted", [True, False])
+def test_a_run_whose_jobset_is_gone_has_no_quota(scene: Any, story: Story, halted: bool) -> None:
+    if halted:
+        story.see(1, sample=scene.nan_sample(12))
+    story.see(2, jobset=None, workload=None, pods=())
+    assert story.status.phase == ("Halted" if halted else "Cancelled")
+    assert story.condition("Admitted") == ("False", "NoWorkload")
+
+
 def test_a_run_with_quota_that_waits_for_machines_says_so() -> None:
     reserved = [
         {"type": "QuotaReserved", "status": "True", "message": "Quota reserved in tpu"},
