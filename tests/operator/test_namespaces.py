@@ -7,7 +7,7 @@ to do on demand; the real one is under tests/cluster.
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from ling_operator.connection import Connection
 from ling_operator.rest import RestClient
 from ling_operator.telemetry import Telemetry
 from ling_operator.workqueue import WorkQueue
+from waiting import until
 
 KINDS = ("trainingruns", "jobsets", "jobs", "pods", "workloads")
 KUEUE = "kueue.x-k8s.io/v1beta2"
@@ -107,12 +108,6 @@ async def watching(api: ApiStub, namespaces: Sequence[str]) -> AsyncGenerator[Wo
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await runner.cleanup()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def run_in(scene: Any, namespace: str, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ tested with one under tests/cluster.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from ling_operator import rest
 from ling_operator.connection import Connection
 from ling_operator.reflector import FIRST_BACKOFF_SECONDS, Change, Reflector
 from ling_operator.rest import ApiError, RestClient
+from waiting import until
 
 PATH = "/apis/example.com/v1/things"
 
@@ -162,12 +163,6 @@ async def reflecting(
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await server.stop()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def names(reflector: Reflector[Thing]) -> set[str]:
