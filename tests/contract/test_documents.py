@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from ling_operator.api import Reason, TrainingRun, TrainingRunSpec
+from ling_operator.api import HealthPolicy, Reason, TrainingRun, TrainingRunSpec, dump
 from ling_operator.jobset import build_jobset
 from ling_operator.runnable import require_runnable
+from ling_trainer.ends import ExitCode
+from ling_trainer.schema import Schema
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -91,6 +93,28 @@ def test_the_handbook_explains_every_reason_and_none_that_is_not_there(handbook:
     told = {word for cell in cells for word in re.findall(r"[A-Z]\w+", cell)}
     assert told
     assert told - set(Reason) == set()
+
+
+def test_the_handbook_has_every_health_rule_with_its_defaults(handbook: str) -> None:
+    section = _between(handbook, "## Health rules", "## A run was halted")
+    rows = re.findall(r"^\| `(\w+)` \|[^|]+\|[^|]+\|([^|]+)\| (\w+)", section, re.MULTILINE)
+    told = {rule: (_numbers(cell), action) for rule, cell, action in rows}
+    for field in HealthPolicy.model_fields.values():
+        if isinstance(field.default, Schema):
+            defaults = dump(field.default)
+            action = defaults.pop("action")
+            assert told.pop(str(field.alias)) == (defaults, action), field.alias
+    assert told == {}
+
+
+def _numbers(cell: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"`(\w+)` ([-+\w.]+)", cell)}
+
+
+def test_the_handbook_has_every_exit_code_that_the_trainer_chooses(handbook: str) -> None:
+    section = _between(handbook, "## Exit codes of the trainer", "## Phases and conditions")
+    codes = re.findall(r"^\| ([\d, ]+) \|", section, re.MULTILINE)
+    assert {int(code) for cell in codes for code in cell.split(",")} >= set(ExitCode)
 
 
 def _between(text: str, begin: str, end: str) -> str:
