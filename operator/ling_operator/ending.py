@@ -173,9 +173,12 @@ def _ended_otherwise(
 
 
 def _failure_by_exit(pods: tuple[PodView, ...]) -> tuple[str, str] | None:
-    """Return reason and message of the first pod, in global order, with a final exit code."""
+    """Return reason and message of the first pod, in global order, with a final exit code.
+
+    Of a pod that was taken away the code does not count: the Job makes another in its place.
+    """
     ordered = sorted(pods, key=lambda p: (p.job_index, p.completion_index, p.name))
-    pod = next((p for p in ordered if p.exit_code in FAILURES), None)
+    pod = next((p for p in ordered if p.exit_code in FAILURES and not p.disrupted), None)
     if pod is None or pod.exit_code is None:
         return None
     words = pod.termination

@@ -431,6 +431,19 @@ ENDINGS = [
         )
     ),
     Row(
+        "A host was taken away: the Job ignores what its trainer made of that, and so do we.",
+        lambda s: world(
+            s, s.running(), pods=(replace(s.exited(4), disrupted=True), s.pod(0), s.pod(1))
+        ),
+        "Running",
+    ),
+    Row(
+        "A host was taken away, and its trainer had diverged.",
+        lambda s: world(s, s.running(), pods=(replace(s.exited(90), disrupted=True), s.pod(1))),
+        "Halted",
+        ("suspend",),
+    ),
+    Row(
         "The trainer's own reason and sentence are better than ours.",
         lambda s: world(
             s,
