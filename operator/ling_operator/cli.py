@@ -88,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", parents=[cluster], help="run a TrainingRun of a file")
     _add_file(run)
     run.add_argument("--local", action="store_true", help="on this machine, without a cluster")
+    run.add_argument(
+        "--force-conflicts", action="store_true", help="take over fields that others have set"
+    )
     run.set_defaults(command=_run)
     render = commands.add_parser("render", help="print the JobSet of a file")
     _add_file(render)

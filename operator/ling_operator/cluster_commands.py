@@ -13,6 +13,7 @@ from ling_operator.api import Phase
 from ling_operator.connection import discover
 from ling_operator.display import paint, print_error, print_line
 from ling_operator.listing import (
+    GAP,
     Column,
     Filter,
     Row,
@@ -27,6 +28,7 @@ from ling_operator.listing import (
 )
 from ling_operator.manifest import dump_yaml
 from ling_operator.rest import ApiError, JsonObject, RestClient
+from ling_trainer.schema import ConfigError
 
 _RETRY_SECONDS = 2.0
 
@@ -211,10 +213,19 @@ def debug(options: argparse.Namespace) -> None:
 
 
 def apply(options: argparse.Namespace, manifest: JsonObject) -> None:
-    """Create a run, or change it to what the manifest says."""
+    """Create a run, or change it to what the manifest says.
+
+    Raises:
+      ConfigError: the manifest is for another namespace than the one asked for.
+    """
+    own, asked = manifest["metadata"].get("namespace"), options.namespace
+    if own is not None and asked is not None and own != asked:
+        msg = f"the file's metadata.namespace is {own}, not {asked}; leave out one of the two"
+        raise ConfigError(msg)
 
     async def act(client: RestClient, namespace: str) -> None:
-        applied = await remote.apply(client, manifest, namespace)
+        force = options.force_conflicts
+        applied = await remote.apply(client, manifest, namespace, force=force)
         metadata = applied["metadata"]
         print_line(f"trainingrun {metadata['namespace']}/{metadata['name']} applied")
 
@@ -248,8 +259,12 @@ def _print_table(rows: list[Row]) -> None:
 
 
 def _aligned(row: Row, widths: tuple[int, ...], coloured: tuple[Column, ...] = ()) -> str:
-    """Return a line of a table; a phase in colour where columns are given."""
-    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+    """Return a line of a table; a phase in colour where columns are given.
+
+    What came later may be longer than its column, and then shifts those behind it.
+    """
+    pairs = zip(row, widths, strict=True)
+    cells = [cell.ljust(max(width, len(cell) + GAP)) for cell, width in pairs]
     for index, column in enumerate(coloured):
         if column.title == "PHASE" and row[index] in set(Phase):
             padding = " " * (len(cells[index]) - len(row[index]))

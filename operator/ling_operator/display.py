@@ -41,8 +41,8 @@ def paint(text: str, phase: Phase) -> str:
 
 
 def print_line(text: str) -> None:
-    """Print a line of a command's output."""
-    print(text)  # noqa: T201 - the command's output
+    """Print a line of a command's output, at once also into a pipe."""
+    print(text, flush=True)  # noqa: T201 - the command's output
 
 
 def print_error(text: str) -> None:

@@ -14,6 +14,8 @@ type Raw = dict[str, Any]
 type Row = tuple[str, ...]
 
 NOTHING = "-"
+GAP = 3
+"""Spaces between columns."""
 _MESSAGE_BYTES = 120
 _UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 _EVERYTHING = "EVERYTHING"
@@ -96,7 +98,7 @@ def news_of(run: Raw, chosen: Iterable[Column], now: datetime) -> Row:
 
 def widths_of(rows: Sequence[Row]) -> tuple[int, ...]:
     """Return how wide each column is, the gap to the next included."""
-    return tuple(max(map(len, column)) + 3 for column in zip(*rows, strict=True))
+    return tuple(max(map(len, column)) + GAP for column in zip(*rows, strict=True))
 
 
 def table(rows: Sequence[Row]) -> list[str]:

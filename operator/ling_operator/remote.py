@@ -10,6 +10,7 @@ from ling_operator.rest import ApiError, JsonObject, RestClient, WatchIdleError
 from ling_operator.views import JOB_SET_NAME_LABEL
 
 _MANAGER = "ling"
+_OWNED_BY_OTHERS = "Apply failed with"
 _UNKNOWN_KIND = ("could not find the requested resource", "page not found")
 
 
@@ -31,18 +32,29 @@ def explain(error: ApiError) -> str:
         return f"not allowed: {message}"
     if error.status == HTTPStatus.UNAUTHORIZED:
         return "the API server does not accept these credentials (401); log in again"
+    if error.is_conflict and message.startswith(_OWNED_BY_OTHERS):
+        return f"{message}; leave these fields out of the file, or take them: --force-conflicts"
     if error.is_conflict:
         return f"it was changed by somebody else meanwhile; try again ({message})"
     return message
 
 
-async def apply(client: RestClient, manifest: JsonObject, namespace: str) -> JsonObject:
-    """Create a TrainingRun, or change it to what the manifest says."""
+async def apply(
+    client: RestClient, manifest: JsonObject, namespace: str, *, force: bool
+) -> JsonObject:
+    """Create a TrainingRun, or change it to what the manifest says.
+
+    Args:
+      client: the API server's.
+      manifest: the object.
+      namespace: where the manifest names none.
+      force: take over fields that somebody else has set, `ling suspend` and `resume` too.
+    """
     metadata = {"namespace": namespace, **manifest["metadata"]}
     body = {**manifest, "metadata": metadata}
     body.pop("status", None)
     path = _object(metadata["namespace"], metadata["name"])
-    return await client.apply(path, body, manager=_MANAGER)
+    return await client.apply(path, body, manager=_MANAGER, force=force)
 
 
 async def get(client: RestClient, namespace: str, name: str) -> JsonObject:
@@ -135,7 +147,8 @@ async def _edit(client: RestClient, run: JsonObject, spec: JsonObject) -> None:
     # The version makes an edit of what has changed meanwhile fail instead of overruling it.
     precondition = {"resourceVersion": metadata["resourceVersion"]}
     path = _object(metadata["namespace"], metadata["name"])
-    await client.merge_patch(path, {"metadata": precondition, "spec": spec})
+    body = {"metadata": precondition, "spec": spec}
+    await client.merge_patch(path, body, fieldManager=_MANAGER)
 
 
 def _collection(namespace: str | None) -> str:

@@ -136,14 +136,17 @@ class RestClient:
         """Replace an object; a resourceVersion in it makes a stale write fail with 409."""
         return await self._request("PUT", path, body=body)
 
-    async def merge_patch(self, path: str, body: JsonObject) -> JsonObject:
+    async def merge_patch(self, path: str, body: JsonObject, **params: str) -> JsonObject:
         """Change the named fields; a uid in metadata makes a patch of another object fail."""
-        return await self._request("PATCH", path, body=body, content_type=MERGE_PATCH)
-
-    async def apply(self, path: str, body: JsonObject, *, manager: str) -> JsonObject:
-        """Create an object, or change the fields in `body` that no other manager owns."""
         return await self._request(
-            "PATCH", path, body=body, content_type=APPLY_PATCH, params={"fieldManager": manager}
+            "PATCH", path, body=body, content_type=MERGE_PATCH, params=params
+        )
+
+    async def apply(self, path: str, body: JsonObject, *, manager: str, force: bool) -> JsonObject:
+        """Create an object, or change the fields in `body`; others' too with force, else 409."""
+        params = {"fieldManager": manager, "force": str(force).lower()}
+        return await self._request(
+            "PATCH", path, body=body, content_type=APPLY_PATCH, params=params
         )
 
     async def delete(self, path: str, *, uid: str, propagation: str) -> JsonObject:

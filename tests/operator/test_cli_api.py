@@ -30,6 +30,7 @@ class Server:
     def __init__(self) -> None:
         self.answers: dict[str, list[Answer | Callable[[Any], None]]] = {}
         self.asked: list[str] = []
+        self.sent: list[Any] = []
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -49,6 +50,11 @@ class Server:
                 self.send_header("Content-Length", str(len(content.encode())))
                 self.end_headers()
                 self.wfile.write(content.encode())
+
+            def do_PATCH(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.sent.append(json.loads(body))
+                self.do_GET()
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002
                 pass
@@ -237,6 +243,91 @@ def test_a_watch_that_is_too_old_begins_anew_and_a_refusal_ends_it(
     assert (code, err) == (1, "ling: not allowed: not any more\n")
     assert "resourceVersion=1" in server.asked[1]
     assert "resourceVersion=7" in server.asked[4]
+
+
+def test_a_watch_into_a_pipe_shows_each_change_at_once_and_keeps_columns_apart(
+    server: Server, kubeconfig: Path
+) -> None:
+    name = "a-name-that-is-longer-than-any-before"
+
+    def changes(handler: Any) -> None:
+        event = json.dumps({"type": "ADDED", "object": run(name)}) + "\n"
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(event.encode())
+        handler.wfile.flush()
+        ended.wait(60)
+        handler.close_connection = True
+
+    ended = threading.Event()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    listed = {"metadata": {"resourceVersion": "1"}, "items": [run("a")]}
+    server.say(RUNS, (200, listed), changes)
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "ling_operator.cli", "list", "--watch"],
+        env={**environment, "KUBECONFIG": str(kubeconfig)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    lines: list[str] = []
+    out = watching.stdout
+    assert out is not None
+    reader = threading.Thread(target=lambda: lines.extend(iter(out.readline, "")))
+    reader.start()
+    try:
+        for _ in range(600):
+            if len(lines) == 3:
+                break
+            reader.join(0.1)
+        assert [line.split()[:2] for line in lines] == [
+            ["NAME", "PHASE"],
+            ["a", "Running"],
+            [name, "Running"],
+        ]
+    finally:
+        watching.kill()
+        watching.wait()
+        ended.set()
+        reader.join()
+        out.close()
+
+
+def test_edits_are_made_in_our_name_and_at_the_version_that_was_read(
+    ling: Callable[..., tuple[int, str, str]], server: Server
+) -> None:
+    server.say(f"{RUNS}/ling2", (200, run()))
+    code, out, _ = ling("suspend", "ling2")
+    assert (code, out.split(":")[1]) == (0, " spec.suspend")
+    assert server.asked[-1] == f"{RUNS}/ling2?fieldManager=ling"
+    assert server.sent == [{"metadata": {"resourceVersion": "5"}, "spec": {"suspend": True}}]
+
+
+def test_fields_of_others_are_named_with_how_to_take_them(
+    ling: Callable[..., tuple[int, str, str]], server: Server, tmp_path: Path
+) -> None:
+    said = 'Apply failed with 1 conflict: conflict with "ling": .spec.attempt'
+    server.say(f"{RUNS}/ling2", refusal(409, "Conflict", said), (200, run()))
+    file = tmp_path / "run.yaml"
+    manifest = {
+        "apiVersion": "ling.primatrix.io/v1alpha1",
+        "kind": "TrainingRun",
+        "metadata": {"name": "ling2"},
+        "spec": {"image": "i", "cpu": {"processes": 1}, "command": ["x"]},
+    }
+    file.write_text(yaml.safe_dump(manifest))
+    code, _, err = ling("run", str(file))
+    assert (code, err) == (
+        1,
+        f"ling: {said}; leave these fields out of the file, or take them: --force-conflicts\n",
+    )
+    assert "force=false" in server.asked[-1]
+    assert ling("run", str(file), "--force-conflicts")[0] == 0
+    assert "force=true" in server.asked[-1]
+    manifest["metadata"] = {"name": "ling2", "namespace": "team"}
+    file.write_text(yaml.safe_dump(manifest))
+    code, _, err = ling("run", str(file), "-n", "other")
+    assert code == 2
+    assert "metadata.namespace is team, not other" in err
 
 
 def test_lines_kept_in_the_status_are_shown_when_the_pods_are_gone(
