@@ -16,6 +16,9 @@ from ling_trainer.schema import Schema
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FILE = re.compile(
+    r"(?<![\w/-])(?:benchmarks|charts|docs|manifests|operator|scripts|tests|trainer)/[\w./-]+\.\w+"
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,16 @@ def test_every_link_within_the_repository_leads_somewhere(documents: dict[Path, 
             if not file.is_file() or (anchor and anchor not in anchors(file.read_text())):
                 dead.append(f"{path}: {link}")
     assert dead == []
+
+
+def test_every_file_that_is_named_is_there(documents: dict[Path, str], repository: Path) -> None:
+    not_there = {
+        f"{path.relative_to(repository)}: {name}"
+        for path, text in documents.items()
+        for name in FILE.findall(text)
+        if not (repository / name).is_file() and not name.startswith("docs/adr/NNNN")
+    }
+    assert not_there == {"CONTRIBUTING.md: operator/__init__.py"}, "which must not be there"
 
 
 def test_every_yaml_block_is_what_the_schema_takes(documents: dict[Path, str]) -> None:
