@@ -58,6 +58,11 @@ FLEET: tuple[Row, ...] = (
                     Query(expr=_each("ling_perf_tokens_per_second"), legend="tokens/s"),
                     Query(expr=_each("ling_run_restarts"), legend="restarts"),
                     Query(expr=f"sum {BY_RUN} (ling_nonfinite_steps_total)", legend="non-finite"),
+                    Query(
+                        expr=f"count {BY_RUN} (max by (run_namespace, run, rule) "
+                        "(ling_run_rule_ignored))",
+                        legend="ignored rules",
+                    ),
                 ),
                 width=24,
             ),

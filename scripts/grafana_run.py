@@ -106,7 +106,8 @@ ONE_RUN: tuple[Row, ...] = (
                 title="Health rules that hold",
                 queries=one(f"max by (reason) (ling_run_alert{SELECTED})", "{{reason}}"),
                 bad_from=1,
-                text="spec.health rules with action Alert, by the operator; empty is good.",
+                text="spec.health rules with action Alert, by the operator; empty is good. What a "
+                "run ignores is counted in the fleet's table.",
             ),
             Panel(
                 title="Gradient norm",
@@ -166,10 +167,14 @@ ONE_RUN: tuple[Row, ...] = (
         panels=(
             Panel(
                 title="Since each process's last sign of life",
-                queries=one(_HEARTBEAT_AGE, "{{process}} {{instance}}"),
+                queries=(
+                    Query(expr=_HEARTBEAT_AGE, legend="{{process}} {{instance}}"),
+                    Query(expr=of_run("ling_run_stall_patience_seconds"), legend="allowed"),
+                ),
                 unit="s",
                 width=16,
-                text="A line that rises alone is a straggler; all together are a stall.",
+                text="A line that rises alone is a straggler; all together, up to what "
+                "spec.health.stall allows, are a stall.",
             ),
             Panel(
                 title="Processes seen",

@@ -91,7 +91,7 @@ def test_dashboards_and_grafanas_alerts_are_the_files(helm: Helm, chart: Path) -
 def scraped(monitor: Manifest, container: str, port: str) -> bool:
     """Tell whether a declared port of a container is scraped."""
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    (keep,) = endpoint["relabelings"]
+    keep = endpoint["relabelings"][0]
     assert keep["action"] == "keep"
     assert keep["sourceLabels"] == ["__meta_kubernetes_pod_container_name"]
     return port == endpoint["port"] and re.fullmatch(keep["regex"], container) is not None

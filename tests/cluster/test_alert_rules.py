@@ -5,146 +5,18 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lingcluster.alert_cases import CASES, RULES, Case, promtool_file
+from lingcluster.alert_cases import CASES
+from lingcluster.alert_mistakes import FIRST_NAN, MUTATIONS, Mutation
 from lingcluster.build import Programs
 from lingcluster.client import Manifest
 from lingcluster.helm import Helm, of_kind
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """A plausible mistake in a rule, and the case that must notice it.
-
-    Attributes:
-      alert: the rule's name.
-      noticed: the case's name.
-      replace: text of expr -> what stands there instead.
-      fields: fields that differ; None removes one.
-    """
-
-    alert: str
-    noticed: str
-    replace: Mapping[str, str] = field(default_factory=dict[str, str])
-    fields: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
-
-
-_FIRST_NAN = "a NaN of one step, between two scrapes, the gauge long back at 0"
-_SEEN_BEFORE = (
-    'ling_nonfinite_steps_total{kind="nan", signal="NonFiniteLoss"} > 0\n'
-    '    unless ling_nonfinite_steps_total{kind="nan", signal="NonFiniteLoss"} offset 10m'
-)
-_NEVER = "ling_learning_is_nan == 2"
-MUTATIONS = {
-    "waits five minutes": Mutation("LingLossNaN", _FIRST_NAN, fields={"for": "5m"}),
-    "looks at the gauge only": Mutation(
-        "LingLossNaN",
-        _FIRST_NAN,
-        fields={"expr": "max by (run_namespace, run) (ling_learning_is_nan) == 1"},
-    ),
-    "compares the loss": Mutation(
-        "LingLossNaN",
-        _FIRST_NAN,
-        fields={"expr": "max by (run_namespace, run) (ling_learning_lm_loss > 100)"},
-    ),
-    "does not keep firing": Mutation(
-        "LingLossNaN", "a pod that dies right after its NaN", fields={"keep_firing_for": None}
-    ),
-    "forgets a first value of 1": Mutation(
-        "LingLossNaN", "a NaN before the first scrape", {_SEEN_BEFORE: _NEVER}
-    ),
-    "forgets the gauge": Mutation(
-        "LingLossNaN", "a loss that stays NaN", {"ling_learning_is_nan == 1": _NEVER}
-    ),
-    "finds NaN where a series is": Mutation(
-        "LingLossNaN",
-        "a NaN in the loss gauge alone, as a stale marker becomes one in other stores",
-        fields={"expr": "max by (run_namespace, run) (ling_learning_lm_loss) != 2"},
-    ),
-    "keeps the pod's label": Mutation(
-        "LingLossNaN", _FIRST_NAN, {"(run_namespace, run)": "(run_namespace, run, pod)"}
-    ),
-    "takes NaN for Inf": Mutation(
-        "LingLossInf",
-        "an infinite loss, whose gradients are not finite either",
-        {'"inf"': '"nan"', "_inf": "_nan"},
-    ),
-    "repeats itself for gradients": Mutation(
-        "LingGradientNonFinite",
-        "an infinite loss, whose gradients are not finite either",
-        {"unless ling_learning_is_inf == 1": ""},
-    ),
-    "sees gradients by the gauge only": Mutation(
-        "LingGradientNonFinite",
-        "NaN gradients of a finite loss, in one step",
-        fields={"expr": "max by (run_namespace, run) (ling_learning_grad_is_nonfinite) == 1"},
-    ),
-    "takes a latch for a counter": Mutation(
-        "LingRunDiverged",
-        "a halt, latched from the first sample on, while another replica takes the lead",
-        fields={"expr": "max by (run_namespace, run) (increase(ling_run_halted[10m])) > 0"},
-    ),
-    "resolves while the lead changes": Mutation(
-        "LingRunDiverged",
-        "a halt, latched from the first sample on, while another replica takes the lead",
-        fields={"keep_firing_for": None},
-    ),
-    "pages for ever": Mutation(
-        "LingRunFailed", "a run that failed, and whose object is kept", {"offset 1h": "offset 10h"}
-    ),
-    "knows no slow steps": Mutation(
-        "LingRunStalled",
-        "steps of a hundred seconds take no ten minutes to be late",
-        {"10 * max": "0 * max"},
-    ),
-    "takes a slow step for the start": Mutation(
-        "LingRunStalled",
-        "steps of four minutes are not late after half an hour",
-        {"unless on (run_namespace, run) ling_perf_step_time_seconds": ""},
-    ),
-    "has no patience with compilers": Mutation(
-        "LingRunStalled",
-        "a process that compiles may take half an hour to its first step",
-        {"1800": "600"},
-    ),
-    "misses what is missing": Mutation(
-        "LingMetricsMissing", "a run is Running and nobody reads its page", {"unless on": "and on"}
-    ),
-    "does not see checkpoints turned off": Mutation(
-        "LingCheckpointOld",
-        "checkpoints are off, or the process has only just started",
-        {"ling_checkpoint_period_steps > 0": "ling_checkpoint_period_steps"},
-    ),
-    "knows no period": Mutation(
-        "LingCheckpointOld",
-        "no checkpoint for twice the time that a hundred steps take",
-        {"2 * max": "0 * max"},
-    ),
-    "counts repeated steps": Mutation(
-        "LingGoodputLow",
-        "steps are made all the time, and a restart repeats them",
-        {"delta(": "increase("},
-    ),
-    "judges a pause": Mutation(
-        "LingGoodputLow",
-        "an hour with a pause is not judged",
-        {"Pending|Queued|Suspended": "Pending|Queued"},
-    ),
-    "takes a standby for a leader": Mutation(
-        "LingOperatorDown", "nobody leads", {"ling_operator_leading == 1": "ling_operator_leading"}
-    ),
-    "zero stands for nothing": Mutation(
-        "LingOperatorDown",
-        "no operator is there",
-        fields={"expr": "(max(ling_operator_leading) or vector(1)) == 0"},
-    ),
-}
+from lingcluster.promtool import RULES, Case, promtool_file
 
 
 @pytest.fixture(scope="session")
@@ -194,7 +66,7 @@ def test_each_alert_fires_when_it_should_and_not_before_or_beside(
 
 # Google Managed Prometheus has no keep_firing_for: what it lacks there, and no more.
 _GOOGLES = {
-    _FIRST_NAN: {4.75: [], 5: ["LingLossNaN"], 14: ["LingLossNaN"], 16: []},
+    FIRST_NAN: {4.75: [], 5: ["LingLossNaN"], 14: ["LingLossNaN"], 16: []},
     "a NaN before the first scrape": {4.75: [], 5: ["LingLossNaN"], 14: ["LingLossNaN"], 16: []},
     "a pod that dies right after its NaN": {5: ["LingLossNaN"], 14: ["LingLossNaN"], 16: []},
     "NaN gradients of a finite loss, in one step": {14: ["LingGradientNonFinite"], 16: []},

@@ -112,6 +112,12 @@ def test_a_nan_of_one_step_between_two_scrapes_reaches_the_web_hook(
         _assert_clean(programs, "operator", operator.metrics())
         _write_assets(repository, prometheus, runs.namespace, posted, story)
 
+        of_nan = _expression(prometheus, "LingLossNaN")
+        assert prometheus.query(of_nan), "ten minutes are over before it is asked for"
+        runs.edit(NAME, health={"nonFinite": {"action": "Ignore"}})
+        wait_for("the rule to be silent", lambda: not prometheus.query(of_nan), timeout=60)
+        story.tell("ignored: the rule of LingLossNaN finds nothing more")
+
         runs.edit(NAME, health={"nonFinite": {"action": "Halt"}})
         runs.wait_phase(NAME, "Halted")
         wait_for("the page", lambda: web_hook.alerts("LingRunDiverged"), timeout=60)
@@ -130,6 +136,7 @@ def _endless_run(real_run: Callable[..., Manifest]) -> Manifest:
         "scrapeIntervalSeconds": 1,
         "trainerStops": False,
         "nonFinite": {"action": "Alert"},
+        "straggler": {"action": "Ignore"},
     }
     return run
 
@@ -244,6 +251,11 @@ def _assert_clean(programs: Programs, whose: str, page: str) -> None:
         check=False,
     )
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, ""), whose
+
+
+def _expression(prometheus: Prometheus, alert: str) -> str:
+    (rule,) = (rule for rule in _rules(prometheus) if rule["name"] == alert)
+    return rule["query"]
 
 
 def _rules(prometheus: Prometheus) -> list[dict[str, Any]]:

@@ -1,17 +1,13 @@
-"""What a Prometheus sees of runs, and which of the chart's alerts fire when: promtool's tests."""
+"""What a Prometheus sees of runs, and which of the chart's alerts fire when."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from lingcluster.promtool import Case
 
-RULES = ("training.yaml", "operator.yaml")
 RUN = 'run="r",run_namespace="n"'
 NAN = f'ling_nonfinite_steps_total{{{RUN},kind="nan",signal="NonFiniteLoss",pod="p"}}'
 INF = f'ling_nonfinite_steps_total{{{RUN},kind="inf",signal="NonFiniteLoss",pod="p"}}'
 NAN_GRADIENT = f'ling_nonfinite_steps_total{{{RUN},kind="nan",signal="NonFiniteGradient",pod="p"}}'
-LEADING = {'ling_operator_leading{pod="a"}': "1x1000"}
 ALIVE = {f'ling_heartbeat_timestamp_seconds{{{RUN},pod="p"}}': "0+15x1000"}
 
 
@@ -26,26 +22,8 @@ def operator(name: str, **labels: str) -> str:
     return f"{name}{{{','.join([RUN, *(f'{k}="{v}"' for k, v in labels.items())])}}}"
 
 
-@dataclass(frozen=True)
-class Case:
-    """Series scraped every 15 s, and which alerts fire when.
-
-    Attributes:
-      name: a sentence.
-      series: name and labels -> promtool's notation of values, 15 s apart.
-      firing: minutes since the first sample -> names of all alerts that fire.
-      reason: label of the alerts that have one.
-      operator: one leads all the time.
-    """
-
-    name: str
-    series: Mapping[str, str]
-    firing: Mapping[float, Sequence[str]]
-    reason: Mapping[str, str] = field(default_factory=dict[str, str])
-    operator: bool = True
-
-
 PHASE = "ling_run_phase"
+IGNORED = "ling_run_rule_ignored"
 HEARTBEAT = trainer("ling_heartbeat_timestamp_seconds")
 STEP_TIME = trainer("ling_perf_step_time_seconds")
 RUNNING = {**ALIVE, operator(PHASE, phase="Running"): "1x1000"}
@@ -117,10 +95,38 @@ CASES = (
         {0: ["LingGradientNonFinite"], 60: ["LingGradientNonFinite"]},
     ),
     Case(
+        "nothing finite, of a run that ignores it, while another replica takes the lead",
+        {
+            NAN: "0x19 1x200",
+            INF: "0x19 1x200",
+            NAN_GRADIENT: "0x19 1x200",
+            trainer("ling_learning_is_nan"): "0x19 1x200",
+            operator(IGNORED, rule="nonFinite"): "1x16 stale",
+            operator(IGNORED, rule="nonFinite", pod="o2"): "_x24 1x200",
+        },
+        {4.5: [], 5: [], 6: [], 14: [], 40: []},
+    ),
+    Case(
+        "a NaN of a run that ignores it, as far as is known: the operator is long away",
+        {NAN: "0x79 1x200", operator(IGNORED, rule="nonFinite"): "1x20 stale"},
+        {19.75: [], 20: ["LingLossNaN"]},
+    ),
+    Case(
+        "a NaN of a run whose namesake in another namespace ignores it, and which ignores a stall",
+        {
+            NAN: "0x19 1x200",
+            operator(IGNORED, rule="stall"): "1x220",
+            f'{IGNORED}{{run="r",run_namespace="other",rule="nonFinite",pod="o"}}': "1x220",
+        },
+        {4.75: [], 5: ["LingLossNaN"]},
+    ),
+    Case(
         "a halt, latched from the first sample on, while another replica takes the lead",
         {
-            operator("ling_run_halted"): "_x4 1x16 stale",
-            operator("ling_run_halted", pod="o2"): "_x32 1x40 0x60",
+            operator("ling_run_halted_timestamp_seconds", reason="ZeroLoss"): "_x4 60x16 stale",
+            operator(
+                "ling_run_halted_timestamp_seconds", reason="ZeroLoss", pod="o2"
+            ): "_x32 60x40 stale",
         },
         {
             0.75: [],
@@ -129,11 +135,20 @@ CASES = (
             18: ["LingRunDiverged"],
             30: [],
         },
+        reason={"LingRunDiverged": "ZeroLoss"},
     ),
     Case(
         "a run that failed, and whose object is kept",
         {operator(PHASE, phase="Failed"): "_x4 1x1000"},
         {0.75: [], 1.25: ["LingRunFailed"], 55: ["LingRunFailed"], 90: []},
+    ),
+    Case(
+        "a run that failed half an hour ago fails again",
+        {
+            operator(PHASE, phase="Failed"): "1x119 stale _x139 1x1000",
+            operator(PHASE, phase="Pending"): "_x121 1x138 stale",
+        },
+        {1: ["LingRunFailed"], 64: [], 66: ["LingRunFailed"], 180: []},
     ),
     Case(
         "no step for ten minutes, at two seconds a step",
@@ -156,6 +171,34 @@ CASES = (
         {25: [], 31.5: ["LingRunStalled"]},
     ),
     Case(
+        "no step for hours, of a run that ignores a stall",
+        {HEARTBEAT: "0x600", STEP_TIME: "2x600", operator(IGNORED, rule="stall"): "1x600"},
+        {12: [], 140: []},
+    ),
+    Case(
+        "no step for as long as the run's own rule stall allows",
+        {
+            HEARTBEAT: "0x300",
+            STEP_TIME: "2x300",
+            operator("ling_run_stall_patience_seconds"): "3600x300",
+        },
+        {12: [], 59: [], 62: ["LingRunStalled"]},
+    ),
+    Case(
+        "a process that compiles for as long as the run's own rule stall allows",
+        {HEARTBEAT: "0x600", operator("ling_run_stall_patience_seconds"): "7200x600"},
+        {32: [], 119: [], 122: ["LingRunStalled"]},
+    ),
+    Case(
+        "no step for ten minutes, where the run's own rule stall allows less",
+        {
+            HEARTBEAT: "0x200",
+            STEP_TIME: "2x200",
+            operator("ling_run_stall_patience_seconds"): "60x200",
+        },
+        {10: [], 11.5: ["LingRunStalled"]},
+    ),
+    Case(
         "the operator finds a run stalled, and metrics missing",
         {
             operator("ling_run_alert", reason="Stalled"): "1x60",
@@ -169,6 +212,7 @@ CASES = (
             operator("ling_run_alert", reason="LossSpike"): "_x4 1x20 stale",
             operator("ling_run_alert", reason="ZeroGradients"): "_x4 1x20 stale",
             operator("ling_run_alert", reason="NonFiniteLoss"): "_x4 1x20 stale",
+            NAN: "0x16 stale",
         },
         {0.75: [], 1: ["LingLossSpike", "LingZeroGradients"], 30: []},
     ),
@@ -179,9 +223,31 @@ CASES = (
         reason={"LingHealthRule": "StragglerHost"},
     ),
     Case(
+        "the operator finds a NaN of which Prometheus has no series",
+        {operator("ling_run_alert", reason="NonFiniteLoss"): "1x20"},
+        {0: ["LingHealthRule"]},
+        reason={"LingHealthRule": "NonFiniteLoss"},
+    ),
+    Case(
         "a run is Running and nobody reads its page",
         {operator(PHASE, phase="Running"): "1x100"},
         {9: [], 11: ["LingMetricsMissing"]},
+    ),
+    Case(
+        "a run is Running, nobody reads its page, and it ignores that",
+        {
+            operator(PHASE, phase="Running"): "1x100",
+            operator(IGNORED, rule="metricsMissing"): "1x100",
+        },
+        {11: [], 24: []},
+    ),
+    Case(
+        "a run is Running and its page has one series of the contract",
+        {
+            operator(PHASE, phase="Running"): "1x100",
+            trainer("ling_learning_is_nan"): "0x100",
+        },
+        {11: [], 24: []},
     ),
     Case("a run is Running and its page is read", RUNNING, {11: [], 60: []}),
     Case(
@@ -267,75 +333,3 @@ CASES = (
         {4: [], 6: ["LingRunNotPermitted"], 20: []},
     ),
 )
-RUN_LESS = {"LingOperatorDown": {}, "LingWatchStale": {"kind": "pods"}}
-
-SEVERITY = {
-    **dict.fromkeys(
-        (
-            "LingLossNaN",
-            "LingLossInf",
-            "LingGradientNonFinite",
-            "LingRunDiverged",
-            "LingRunFailed",
-            "LingRunNotPermitted",
-            "LingRunStalled",
-            "LingOperatorDown",
-        ),
-        "critical",
-    ),
-    **dict.fromkeys(
-        (
-            "LingLossSpike",
-            "LingZeroGradients",
-            "LingHealthRule",
-            "LingMetricsMissing",
-            "LingCheckpointOld",
-            "LingGoodputLow",
-            "LingWatchStale",
-        ),
-        "warning",
-    ),
-}
-
-
-def promtool_file(cases: Sequence[Case]) -> dict[str, Any]:
-    """Return the file that `promtool test rules` reads."""
-    return {
-        "rule_files": list(RULES),
-        "evaluation_interval": "15s",
-        "tests": [
-            {
-                "name": case.name,
-                "interval": "15s",
-                "input_series": [
-                    {"series": series, "values": values}
-                    for series, values in {
-                        **case.series,
-                        **(LEADING if case.operator else {}),
-                    }.items()
-                ],
-                "promql_expr_test": [
-                    {
-                        "expr": 'ALERTS{alertstate="firing"}',
-                        "eval_time": f"{round(minutes * 60)}s",
-                        "exp_samples": [_alert(name, case) for name in names],
-                    }
-                    for minutes, names in case.firing.items()
-                ],
-            }
-            for case in cases
-        ],
-    }
-
-
-def _alert(name: str, case: Case) -> dict[str, Any]:
-    labels = {
-        "alertname": name,
-        "alertstate": "firing",
-        "severity": SEVERITY[name],
-        **RUN_LESS.get(name, {"run": "r", "run_namespace": "n"}),
-    }
-    if name in case.reason:
-        labels["reason"] = case.reason[name]
-    written = ", ".join(f'{key}="{value}"' for key, value in labels.items())
-    return {"labels": f"ALERTS{{{written}}}", "value": 1}

@@ -131,6 +131,8 @@ class Prometheus(Process):
       rules: rule files.
       alertmanager: HOST:PORT of one.
       session: owner of the process.
+      labels: of every target, before relabelling.
+      scrape: more settings of every job.
     """
 
     def __init__(
@@ -143,6 +145,8 @@ class Prometheus(Process):
         rules: Sequence[Path],
         alertmanager: str,
         session: Session,
+        labels: Mapping[str, str] | None = None,
+        scrape: Mapping[str, Any] | None = None,
     ) -> None:
         self.url = f"http://{address}"
         config = folder / "prometheus.yml"
@@ -151,7 +155,11 @@ class Prometheus(Process):
             "rule_files": [str(path) for path in rules],
             "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]},
             "scrape_configs": [
-                {"job_name": job, "static_configs": [{"targets": list(pages)}]}
+                {
+                    "job_name": job,
+                    "static_configs": [{"targets": list(pages), "labels": dict(labels or {})}],
+                    **(scrape or {}),
+                }
                 for job, pages in targets.items()
             ],
         }
