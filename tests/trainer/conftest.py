@@ -29,6 +29,11 @@ MODULES = (
 )  # fmt: skip
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _programs_of_earlier_runs(kept_programs: dict[str, str]) -> None:
+    """Compile only what no green run of these tests on this machine has compiled."""
+
+
 @pytest.fixture(scope="session")
 def maxtext(load_golden: Callable[[Path], Any]) -> SimpleNamespace:
     """Numbers of fixtures made from MaxText and from a float64 reference of the specification."""
