@@ -1,17 +1,14 @@
-"""The JobSet of an attempt: XPK's shape, the exit codes' meaning, the trainer's environment."""
+"""The JobSet of an attempt: XPK's shape, what its exit codes mean, and its hash."""
 
 import itertools
-import json
 import re
 from typing import Any
 
 import pytest
 
-from ling_operator.jobset import build_jobset, template_hash
+from jobset_parts import build, job, pod, trainer, trainers
+from ling_operator.jobset import template_hash
 from ling_operator.name_budget import name_budget
-from ling_operator.runnable import RUN_CONFIG_LIMIT, require_runnable
-from ling_trainer.schema import ConfigError
-from ling_trainer.settings import resolve
 
 PLACES: list[dict[str, Any]] = [
     {"cpu": {"processes": 1}},
@@ -46,31 +43,6 @@ TEMPLATES: list[dict[str, Any]] = [
     },
 ]
 MATRIX = list(itertools.product(PLACES, TEMPLATES))
-
-
-def build(scene: Any, attempt: int = 1, restore: int | None = None, **spec: Any) -> dict[str, Any]:
-    return build_jobset(scene.run(**spec), attempt=attempt, restore_before_step=restore)
-
-
-def job(jobset: dict[str, Any]) -> dict[str, Any]:
-    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-
-
-def pod(jobset: dict[str, Any]) -> dict[str, Any]:
-    return job(jobset)["template"]["spec"]
-
-
-def trainers(jobset: dict[str, Any]) -> list[dict[str, Any]]:
-    return [c for c in pod(jobset)["containers"] if c["name"].startswith("jax-tpu")]
-
-
-def trainer(jobset: dict[str, Any]) -> dict[str, Any]:
-    return trainers(jobset)[0]
-
-
-def environment(jobset: dict[str, Any], container: int = 0) -> dict[str, Any]:
-    variables = trainers(jobset)[container]["env"]
-    return {v["name"]: v.get("value", v.get("valueFrom")) for v in variables}
 
 
 @pytest.mark.parametrize(("place", "template"), MATRIX)
@@ -172,58 +144,6 @@ def test_the_metrics_port_is_declared_under_its_name(scene: Any) -> None:
     assert annotations["ling.primatrix.io/metrics-port"] == "9999"
 
 
-def test_cpu_processes_find_each_other_by_the_environment(scene: Any) -> None:
-    env = environment(build(scene, cpu={"processes": 2}))
-    assert env["LING_COORDINATOR_ADDRESS"] == "ling2-slice-job-0-0.ling2:8476"
-    assert env["LING_NUM_PROCESSES"] == env["LING_HOSTS_PER_SLICE"] == "2"
-    path = env["LING_SLICE_INDEX"]["fieldRef"]["fieldPath"]
-    assert path == "metadata.labels['jobset.sigs.k8s.io/job-index']"
-    path = env["LING_HOST_INDEX"]["fieldRef"]["fieldPath"]
-    assert path == "metadata.labels['batch.kubernetes.io/job-completion-index']"
-    assert env["JAX_PLATFORMS"] == "cpu"
-    assert "LING_COORDINATOR_ADDRESS" not in environment(build(scene, cpu={"processes": 1}))
-
-
-def test_tpu_hosts_find_each_other_too_and_gkes_own_variables_are_left_to_gke(scene: Any) -> None:
-    env = environment(build(scene, cpu=None, tpu={"accelerator": "v5p-32", "slices": 3}))
-    assert env["LING_COORDINATOR_ADDRESS"] == "ling2-slice-job-0-0.ling2:8476"
-    assert (env["LING_NUM_PROCESSES"], env["LING_HOSTS_PER_SLICE"]) == ("12", "4")
-    assert env["LING_SLICE_INDEX"]["fieldRef"]["fieldPath"].endswith("/job-index']")
-    assert not [n for n in env if n.startswith(("TPU_", "MEGASCALE_", "JAX_", "LING_CONTAINER"))]
-    alone = environment(build(scene, cpu=None, tpu={"accelerator": "v6e-4"}))
-    assert "LING_COORDINATOR_ADDRESS" not in alone
-
-
-def test_two_containers_of_a_host_share_its_chips_and_have_a_port_a_rule_and_a_process_each(
-    scene: Any,
-) -> None:
-    """As xpk workload create --use-parallel-containers has them."""
-    tpu = {"accelerator": "tpu7x-16", "parallelContainers": 2, "slices": 3}
-    sidecar = {"name": "logs", "image": "logs:1"}
-    template = {"hostNetwork": True, "sidecars": [sidecar]}
-    jobset = build(scene, cpu=None, tpu=tpu, template=template)
-    first, second = trainers(jobset)
-    assert (first["name"], second["name"]) == ("jax-tpu-1", "jax-tpu-2")
-    assert pod(jobset)["containers"][2] == sidecar
-    assert [c["resources"]["limits"]["google.com/tpu"] for c in (first, second)] == [2, 2]
-    assert [c["ports"][0]["containerPort"] for c in (first, second)] == [9464, 9465]
-    assert {c["ports"][0]["name"] for c in (first, second)} == {"metrics"}
-    annotations = job(jobset)["template"]["metadata"]["annotations"]
-    assert annotations["ling.primatrix.io/metrics-port"] == "9464"
-    for index in (0, 1):
-        env = environment(jobset, index)
-        assert env["LING_CONTAINER_INDEX"] == str(index)
-        assert (env["LING_CONTAINERS_PER_HOST"], env["LING_HOSTS_PER_SLICE"]) == ("2", "2")
-        assert env["LING_NUM_PROCESSES"] == "12"
-    rules = [r["onExitCodes"] for r in job(jobset)["podFailurePolicy"]["rules"][1:]]
-    assert [(r["containerName"], 90 in r["values"]) for r in rules] == [
-        ("jax-tpu-1", True),
-        ("jax-tpu-2", True),
-        ("jax-tpu-1", False),
-        ("jax-tpu-2", False),
-    ]
-
-
 @pytest.mark.parametrize(
     ("annotation", "placement"),
     [(None, "cloud.google.com/gke-nodepool"), ("rack", "rack"), ("", None)],
@@ -253,60 +173,6 @@ def test_a_users_own_shared_memory_takes_the_place_of_ours(scene: Any) -> None:
     assert volume["emptyDir"] == {"medium": "Memory"}
 
 
-def test_every_process_knows_its_run_attempt_and_pod(scene: Any) -> None:
-    env = environment(build(scene, attempt=3))
-    assert env["LING_RUN"] == "ling2"
-    assert env["LING_RUN_NAMESPACE"] == "team"
-    assert env["LING_ATTEMPT"] == "3"
-    assert env["POD_UID"]["fieldRef"]["fieldPath"] == "metadata.uid"
-    assert env["POD_IP"]["fieldRef"]["fieldPath"] == "status.podIP"
-    assert "LING_RESTORE_BEFORE_STEP" not in env
-    assert environment(build(scene, restore=50))["LING_RESTORE_BEFORE_STEP"] == "50"
-
-
-def test_the_trainer_gets_the_users_settings_the_objects_name_and_the_health_rules(
-    scene: Any,
-) -> None:
-    health = {"trainerStops": False, "nonFinite": {"consecutiveSteps": 3}}
-    env = environment(build(scene, health=health))
-    given = json.loads(env["LING_RUN_CONFIG"])
-    assert given["preset"] == "ling2_tiny"
-    assert "model" not in given  # the preset's figures are the image's
-    config = resolve(given)
-    assert config.run_name == "ling2"
-    assert config.health.trainer_stops is False
-    assert config.health.non_finite_consecutive_steps == 3
-    named = environment(build(scene, run=scene.settings | {"runName": "mine"}))
-    assert resolve(json.loads(named["LING_RUN_CONFIG"])).run_name == "mine"
-
-
-@pytest.mark.parametrize("action", ["Alert", "Ignore"])
-def test_a_trainer_does_not_stop_itself_where_the_policy_is_not_to_halt(
-    scene: Any, action: str
-) -> None:
-    env = environment(build(scene, health={"nonFinite": {"action": action}}))
-    assert resolve(json.loads(env["LING_RUN_CONFIG"])).health.trainer_stops is False
-
-
-def test_kubernetes_does_not_expand_what_looks_like_a_variable_in_the_settings(scene: Any) -> None:
-    run = scene.settings | {"baseOutputDirectory": "runs/$(POD_IP)"}
-    assert "runs/$$(POD_IP)" in environment(build(scene, run=run))["LING_RUN_CONFIG"]
-
-
-def test_the_entry_point_is_the_trainer_unless_the_user_has_one(scene: Any) -> None:
-    assert trainer(build(scene))["command"] == ["python3", "-m", "ling_trainer"]
-    own = trainer(build(scene, command=["train"], args=["--x"], run=None))
-    assert (own["command"], own["args"]) == (["train"], ["--x"])
-    assert "LING_RUN_CONFIG" not in {v["name"] for v in own["env"]}
-
-
-def test_a_users_variable_comes_after_ours_and_replaces_a_free_one(scene: Any) -> None:
-    env = [{"name": "JAX_PLATFORMS", "value": "tpu"}, {"name": "ADDRESS", "value": "$(POD_IP)"}]
-    names = [v["name"] for v in trainer(build(scene, template={"env": env}))["env"]]
-    assert names.count("JAX_PLATFORMS") == 1
-    assert names.index("POD_IP") < names.index("ADDRESS")
-
-
 def test_the_hash_sees_what_an_attempt_runs_and_nothing_else(scene: Any) -> None:
     same = [{}, {"suspend": True}, {"attempt": 9}, {"health": {"scrapeIntervalSeconds": 60}}]
     other = [{"image": "x"}, {"restarts": 9}, {"cpu": {"processes": 3}}, {"args": ["a"]}]
@@ -324,136 +190,3 @@ def test_the_name_budget_is_what_the_pods_names_leave(
     assert name_budget(slices=slices, hosts=hosts) == budget
     pod_name = f"{'n' * budget}-slice-job-{slices - 1}-{hosts - 1}-abcde"
     assert len(pod_name) == 63
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"cpu": None}, "spec: set exactly one of tpu, cpu and watch"),
-        ({"tpu": {"accelerator": "v5p-8"}}, "spec: set exactly one of tpu, cpu and watch"),
-        ({"watch": {"jobSet": "x"}}, "spec: set exactly one of tpu, cpu and watch"),
-        ({"image": None}, "spec.image is not set; name the trainer's container image"),
-        ({"run": None}, "spec.run is empty; name a preset"),
-        (
-            {"run": {"preset": "ling2_tinny"}},
-            "spec.run: preset='ling2_tinny' is not known; choose one of ling2_tiny",
-        ),
-        (
-            {"run": {"preset": "ling2_tiny", "stepz": 3}},
-            "spec.run: stepz is not a setting; did you mean steps?",
-        ),
-        (
-            {"run": {**{"preset": "ling2_tiny"}, "trainerStops": False}},
-            "spec.run: ",
-        ),
-        (
-            {"cpu": None, "tpu": {"accelerator": "v6e-4", "slices": 2}},
-            "several slices need a topology of more than one host",
-        ),
-        ({"cpu": None, "tpu": {"accelerator": "v9"}}, "spec.tpu.accelerator='v9' is not known"),
-        (
-            {"template": {"env": [{"name": "LING_ATTEMPT", "value": "1"}]}},
-            "spec.template.env sets LING_ATTEMPT, which the operator sets; remove it",
-        ),
-        (
-            {"template": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}},
-            "spec.template.labels sets kueue.x-k8s.io/queue-name",
-        ),
-        (
-            {"template": {"annotations": {"ling.primatrix.io/metrics-port": "1"}}},
-            "spec.template.annotations sets ling.primatrix.io/metrics-port",
-        ),
-        ({"template": {"resources": {"limits": "4"}}}, "spec.template.resources.limits"),
-        ({"template": {"sidecars": [{"name": "jax-tpu"}]}}, "the name jax-tpu is taken"),
-        (
-            {
-                "cpu": None,
-                "tpu": {"accelerator": "tpu7x-8", "parallelContainers": 2},
-                "template": {"sidecars": [{"name": "jax-tpu-2"}]},
-            },
-            "the name jax-tpu-2 is taken",
-        ),
-    ],
-)
-def test_what_cannot_run_is_refused_with_field_and_remedy(
-    scene: Any, spec: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError) as refused:
-        require_runnable(scene.run(**spec))
-    assert message in str(refused.value)
-
-
-def test_health_settings_have_one_place(scene: Any) -> None:
-    for key in ({"health": {"trainer_stops": False}}, {"trainerStops": False}):
-        with pytest.raises(ConfigError, match=r"use spec\.health\.trainerStops"):
-            require_runnable(scene.run(run=scene.settings | key))
-
-
-def test_a_port_that_nobody_could_scrape_is_refused(scene: Any) -> None:
-    with pytest.raises(ConfigError, match="metricsPort=0"):
-        require_runnable(scene.run(run=scene.settings | {"metrics": {"metricsPort": 0}}))
-
-
-@pytest.mark.parametrize(
-    ("port", "tpu", "why"),
-    [
-        (8476, {"accelerator": "v6e-1"}, "8476 is the coordination service's"),
-        (8475, {"accelerator": "tpu7x-8", "parallelContainers": 2}, "8476 is the"),
-        (65535, {"accelerator": "tpu7x-8", "parallelContainers": 2}, "2 containers reach beyond"),
-    ],
-)
-def test_a_port_that_somebody_else_has_is_refused(
-    scene: Any, port: int, tpu: dict[str, Any], why: str
-) -> None:
-    settings = scene.settings | {"metrics": {"metricsPort": port}}
-    with pytest.raises(ConfigError, match=rf"metricsPort={port}: {why}"):
-        require_runnable(scene.run(run=settings, cpu=None, tpu=tpu))
-
-
-def test_settings_that_no_environment_variable_can_hold_are_refused(scene: Any) -> None:
-    run = scene.settings | {"baseOutputDirectory": "x" * RUN_CONFIG_LIMIT}
-    with pytest.raises(ConfigError, match=r"bytes as JSON, at most 102400 fit"):
-        require_runnable(scene.run(run=run))
-
-
-@pytest.mark.parametrize("name", ["Ling", "1st", "a.b", "a-", "n" * 44])
-def test_a_name_that_is_no_host_name_is_refused(scene: Any, name: str) -> None:
-    run = scene.run()
-    metadata = run.metadata.model_copy(update={"name": name})
-    with pytest.raises(ConfigError, match=r"metadata\.name"):
-        require_runnable(run.model_copy(update={"metadata": metadata}))
-
-
-def test_every_problem_is_told_at_once(scene: Any) -> None:
-    spec = {"cpu": None, "run": {"preset": "x"}, "template": {"env": [{"name": "POD_IP"}]}}
-    with pytest.raises(ConfigError) as refused:
-        require_runnable(scene.run(image=None, **spec))
-    assert len(str(refused.value).splitlines()) == 4
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("image", "trainer:1"),
-        ("command", ["a"]),
-        ("args", ["a"]),
-        ("run", {"preset": "ling2_tiny"}),
-        ("queue", "team"),
-        ("restarts", 0),
-        ("template", {"hostNetwork": True}),
-        ("health", {"haltMode": "Fail"}),
-    ],
-)
-def test_what_belongs_to_a_watched_jobsets_launcher_is_refused(
-    scene: Any, field: str, value: Any
-) -> None:
-    watching = {"watch": {"jobSet": "x"}, "image": None, "cpu": None, "run": None}
-    require_runnable(scene.run(**watching))
-    with pytest.raises(ConfigError, match=rf"^spec\.{field}"):
-        require_runnable(scene.run(**watching | {field: value}))
-
-
-def test_no_jobset_is_made_of_a_run_that_watches_one(scene: Any) -> None:
-    run = scene.run(watch={"jobSet": "x"}, image=None, cpu=None, run=None)
-    with pytest.raises(ConfigError, match="none is made"):
-        build_jobset(run, attempt=1, restore_before_step=None)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import socket
 import subprocess
 import sys
@@ -14,60 +13,16 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from ling_operator.scrape import (
     MAX_PAGE_BYTES,
     ScrapeFailure,
     ScrapeSession,
     ScrapeTarget,
-    read_page,
     scrape,
 )
 from ling_operator.verdict import HealthSample
-
-NOW = datetime(2026, 1, 1, tzinfo=UTC)
-RUN = 'run="r",run_namespace="ns"'
-PAGE = f"""\
-# HELP ling_step Last finished step; the first is 1.
-# TYPE ling_step gauge
-ling_step{{{RUN}}} 12.0
-ling_target_steps{{{RUN}}} 200.0
-ling_learning_loss{{{RUN}}} 3.25
-ling_learning_lm_loss{{{RUN}}} 3.0
-ling_learning_is_nan{{{RUN}}} 0.0
-ling_learning_raw_grad_norm{{{RUN}}} 1.5
-ling_learning_num_zeros{{{RUN}}} 7.0
-ling_perf_tokens_per_second{{{RUN}}} 2048.5
-ling_last_finite_step{{{RUN}}} 12.0
-ling_last_nonfinite_step{{{RUN}}} 3.0
-ling_last_finite_checkpoint_step{{{RUN}}} 10.0
-ling_last_step_timestamp_seconds{{{RUN}}} 1.7672256e+09
-ling_nonfinite_steps_consecutive_max{{{RUN}}} 1.0
-# TYPE ling_nonfinite_steps_total counter
-ling_nonfinite_steps_total{{{RUN},kind="nan",signal="NonFiniteLoss"}} 1.0
-ling_nonfinite_steps_total{{{RUN},kind="inf",signal="NonFiniteGradient"}} 0.0
-# TYPE ling_run_info gauge
-ling_run_info{{{RUN},pod_uid="u1",process="0"}} 1.0
-python_gc_objects_collected_total{{generation="0"}} 325.0
-"""
-
-
-def target(port: int = 1, *, host_network: bool = False) -> ScrapeTarget:
-    return ScrapeTarget(ip="127.0.0.1", port=port, pod_uid="u1", host_network=host_network)
-
-
-def read(page: str, *, host_network: bool = False) -> HealthSample | ScrapeFailure:
-    return read_page(page, target(host_network=host_network), now=NOW)
-
-
-def sample_of(page: str) -> HealthSample:
-    result = read(page)
-    assert isinstance(result, HealthSample), result
-    return result
+from trainer_page import PAGE, target
 
 
 @asynccontextmanager
@@ -199,131 +154,6 @@ async def test_a_hundred_black_holes_do_not_delay_a_scrape_that_works() -> None:
             for task in blocked:
                 task.cancel()
             await asyncio.gather(*blocked, return_exceptions=True)
-
-
-def test_the_page_of_another_pod_is_discarded() -> None:
-    result = read(PAGE.replace('pod_uid="u1"', 'pod_uid="u2"'))
-    assert isinstance(result, ScrapeFailure)
-    assert result.reason == "OtherPod"
-    assert "u2" in result.message
-
-
-def test_a_page_that_does_not_say_whose_it_is_is_discarded_on_a_shared_address_only() -> None:
-    anonymous = "\n".join(line for line in PAGE.splitlines() if "run_info" not in line)
-    assert isinstance(read(anonymous), HealthSample)
-    result = read(anonymous, host_network=True)
-    assert isinstance(result, ScrapeFailure)
-    assert result.reason == "UnknownPod"
-
-
-@pytest.mark.parametrize("literal", ["NaN", "nan", "+Inf", "-Inf", "Inf"])
-def test_a_loss_that_is_no_number_is_read_as_what_it_is(literal: str) -> None:
-    sample = sample_of(f"ling_learning_loss{{{RUN}}} {literal}\nling_learning_is_nan{{{RUN}}} 1\n")
-    assert sample.loss is not None
-    assert not math.isfinite(sample.loss)
-    assert sample.is_nan
-
-
-@pytest.mark.parametrize("literal", ["NaN", "+Inf", "-1", "1e300"])
-def test_a_step_that_is_no_count_is_no_step(literal: str) -> None:
-    assert sample_of(f"ling_step{{{RUN}}} {literal}\n").step is None
-
-
-def test_a_page_without_our_series_gives_a_sample_that_knows_nothing() -> None:
-    sample = sample_of("<html>hello</html>\npython_info 1\n")
-    assert sample.step is None
-    assert sample.loss is None
-    assert sample.nonfinite_steps == ()
-
-
-def test_a_broken_line_of_ours_gives_no_sample_rather_than_half_of_one() -> None:
-    result = read(PAGE + 'ling_step{run="r 3\n')
-    assert isinstance(result, ScrapeFailure)
-    assert result.reason == "NotMetrics"
-
-
-LINES = st.lists(
-    st.one_of(
-        st.text(max_size=60).map(lambda text: "ling_" + text),
-        st.sampled_from(PAGE.splitlines()),
-        st.tuples(st.sampled_from(PAGE.splitlines()), st.integers(0, 80), st.text(max_size=3)).map(
-            lambda cut: cut[0][: cut[1]] + cut[2] + cut[0][cut[1] :]
-        ),
-    ),
-    max_size=12,
-)
-
-
-@given(LINES)
-@settings(max_examples=1500, deadline=None)
-def test_no_page_makes_an_exception_escape(lines: list[str]) -> None:
-    result = read("\n".join(lines))
-    assert isinstance(result, HealthSample | ScrapeFailure)
-
-
-NUMBERS = st.floats() | st.integers(-3, 10**17).map(float)
-
-
-@given(st.text(max_size=8), st.text(min_size=1, max_size=8), NUMBERS, NUMBERS, NUMBERS)
-@settings(max_examples=500, deadline=None)
-def test_a_page_is_read_as_prometheus_own_parser_reads_it(
-    run: str, uid: str, step: float, loss: float, count: float
-) -> None:
-    registry = CollectorRegistry()
-    Gauge("ling_run_info", "Whose.", ["run", "pod_uid"], registry=registry).labels(run, uid).set(1)
-    Gauge("ling_step", "Last.", ["run"], registry=registry).labels(run).set(step)
-    Gauge("ling_learning_loss", "Loss.", ["run"], registry=registry).labels(run).set(loss)
-    names = ["run", "kind", "signal"]
-    events = Counter("ling_nonfinite_steps", "Bad.", names, registry=registry)
-    for kind in (run, "nan"):
-        events.labels(run, kind, uid).inc(abs(count) if count == count else 0)
-    page = generate_latest(registry).decode()
-    whose = ScrapeTarget(ip="::1", port=1, pod_uid=uid, host_network=True)
-    ours = read_page(page, whose, now=NOW)
-
-    prometheus_reading: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(page):
-        for each in family.samples:
-            prometheus_reading.setdefault(each.name, []).append((each.labels, each.value))
-    assert isinstance(ours, HealthSample), ours
-    ((labels, _),) = prometheus_reading["ling_run_info"]
-    assert ours.page_pod_uid == labels["pod_uid"] == uid
-    ((_, value),) = prometheus_reading["ling_learning_loss"]
-    assert ours.loss == value or (math.isnan(value) and math.isnan(ours.loss or 0.0))
-    ((_, value),) = prometheus_reading["ling_step"]
-    assert ours.step == (int(value) if 0 <= value <= 2**53 else None)
-    theirs: dict[tuple[str, str], float] = {}
-    for labels, value in prometheus_reading["ling_nonfinite_steps_total"]:
-        key = labels["kind"], labels["signal"]
-        theirs[key] = theirs.get(key, 0) + (int(value) if value <= 2**53 else 0)
-    assert dict(ours.nonfinite_steps) == theirs
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "ling_step",
-        "ling_step 3 4 5",
-        "ling_step 1_0",
-        "ling_step three",
-        'ling_step{run="a"',
-        'ling_step{run="a"}3',
-        'ling_run_info{pod_uid="u1" 1',
-        "ling_run_info{pod_uid=u1} 1",
-        'ling_nonfinite_steps_total{kind="nan",,signal="x"} 1',
-    ],
-)
-def test_a_line_that_is_no_sample_spoils_the_page(line: str) -> None:
-    result = read(f"ling_target_steps 5\n{line}\n")
-    assert isinstance(result, ScrapeFailure)
-    assert result.reason == "NotMetrics"
-
-
-@pytest.mark.parametrize(
-    "line", ["ling_step 3", "ling_step\t3 1700000000", "ling_step{} 3.0 ", 'ling_step{a="}",} 3']
-)
-def test_the_formats_freedoms_are_understood(line: str) -> None:
-    assert sample_of(line + "\n").step == 3
 
 
 @pytest.mark.asyncio
