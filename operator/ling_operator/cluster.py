@@ -113,7 +113,11 @@ class Cluster:
             run=run,
             spec_error=view.problem,
             jobset=jobset,
-            workload=self._caches.workload(key, jobset.uid) if jobset is not None else None,
+            workload=(
+                self._own.newest_workload(key, self._caches.workload(key, jobset.uid))
+                if jobset is not None
+                else None
+            ),
             other_watcher=(
                 self._caches.other_watcher(key, jobset.uid) if jobset is not None else None
             ),
@@ -205,11 +209,13 @@ class Cluster:
                     await self._create(key, run, jobsets, manifest)
                 case SetSuspend(uid, suspend, _):
                     body = {"metadata": {"uid": uid}, "spec": {"suspend": suspend}}
-                    await self._client.merge_patch(path, body)
+                    after = await self._client.merge_patch(path, body)
+                    self._own.patched(key, uid, version=_version(after), value=suspend)
                 case SetWorkloadActive(name, uid, active, _):
                     body = {"metadata": {"uid": uid}, "spec": {"active": active}}
                     of_kueue = collection(self._caches.kueue_version, "workloads", key[0])
-                    await self._client.merge_patch(f"{of_kueue}/{name}", body)
+                    after = await self._client.merge_patch(f"{of_kueue}/{name}", body)
+                    self._own.patched(key, uid, version=_version(after), value=active)
                 case DeleteJobSet(uid, _):
                     await self._client.delete(path, uid=uid, propagation="Foreground")
         except ApiError as error:
@@ -279,6 +285,10 @@ class Cluster:
         for memory in memories:
             memory.pop(key, None)
         self._own.forget(key)
+
+
+def _version(item: JsonObject) -> str:
+    return str(item.get("metadata", {}).get("resourceVersion", ""))
 
 
 def _runs(namespace: str) -> str:

@@ -50,6 +50,7 @@ class JobSetView:
       attempt: value of our attempt label; 0 without it.
       queue: of Kueue's label; "" without one.
       hosts: pods that it runs at once.
+      version: its resourceVersion.
       terminal: "Completed", "Failed" or "" while neither.
       failure: message of the Failed condition.
       restarts: JobSet's own count, resumes included.
@@ -69,6 +70,7 @@ class JobSetView:
     deleting: bool
     queue: str = ""
     hosts: int = 0
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,7 @@ def view_jobset(raw: Raw) -> JobSetView:
         restarting="RestartingJobSet" in conditions,
         deleting="deletionTimestamp" in metadata,
         queue=_map(metadata, "labels").get(QUEUE_LABEL, ""),
+        version=metadata.get("resourceVersion", ""),
         hosts=sum(
             int(job.get("replicas", 1))
             * int(_map(_map(job, "template"), "spec").get("parallelism", 1))

@@ -20,6 +20,7 @@ class WorkloadView:
       active: False stops the JobSet and frees its quota until it is True again.
       admitted: it has its quota, and its pods may run.
       message: why it is not admitted, in Kueue's words.
+      version: its resourceVersion.
     """
 
     name: str
@@ -29,6 +30,7 @@ class WorkloadView:
     active: bool
     admitted: bool
     message: str
+    version: str = ""
 
 
 def view_workload(raw: Raw) -> WorkloadView:
@@ -44,6 +46,7 @@ def view_workload(raw: Raw) -> WorkloadView:
         owner_uid=str(owner.get("uid", "")),
         active=spec.get("active") is not False,
         admitted=_true(conditions.get("Admitted")),
+        version=str(metadata.get("resourceVersion", "")),
         message=_why_waiting(conditions, _list(status.get("admissionChecks"))),
     )
 

@@ -12,6 +12,7 @@ from api_stub import (
     PODS,
     RUNS,
     WORKLOADS,
+    World,
     ended,
     pod,
     stored_run,
@@ -79,6 +80,39 @@ async def test_what_we_wrote_is_observed_before_the_watch_brings_it(scene: Any) 
         latest = await w.cluster.observe(*KEY)
         assert latest is not None
         assert latest.run.status.phase is Phase.PENDING
+
+
+@pytest.mark.asyncio
+async def test_what_we_changed_is_observed_before_the_watch_brings_it(scene: Any) -> None:
+    """A pause that is taken back at once would else be left to whoever suspended the JobSet."""
+    jobset = {"metadata": {**pod("ling2")["metadata"], "uid": "js-1"}, "spec": {"suspend": False}}
+    workload = stored_workload("wl", "js-1", active=True)
+    lists = {"runs": [stored_run(scene)], "jobsets": [jobset], "workloads": [workload]}
+
+    async def shown(w: World) -> tuple[bool, bool]:
+        observed = await w.cluster.observe(*KEY)
+        assert observed is not None
+        assert observed.jobset is not None
+        assert observed.workload is not None
+        return observed.jobset.suspended, observed.workload.active
+
+    async with world(scene, watching=True, **lists) as w:
+        observed = await w.cluster.observe(*KEY)
+        assert observed is not None
+        for action in (
+            SetSuspend("js-1", True, "SuspendRequested"),
+            SetWorkloadActive("wl", "uid-wl", False, "SuspendRequested"),
+        ):
+            await w.cluster.execute(observed, Plan(status=observed.run.status, actions=(action,)))
+        assert await shown(w) == (True, False)
+        older = {**jobset, "metadata": {**jobset["metadata"], "resourceVersion": "100"}}
+        w.api.send(JOBSETS, "MODIFIED", older)
+        await until(lambda: w.caches.jobsets.objects[KEY].version == "100")
+        assert await shown(w) == (True, False), "it was sent before our change"
+        undone = {**jobset, "metadata": {**jobset["metadata"], "resourceVersion": "200"}}
+        w.api.send(JOBSETS, "MODIFIED", undone)
+        await until(lambda: w.caches.jobsets.objects[KEY].version == "200")
+        assert await shown(w) == (False, False), "somebody has undone it"
 
 
 @pytest.mark.asyncio
