@@ -14,6 +14,7 @@ pytest_plugins = (
     "image_fixtures",
     "kept_programs",
 )
+pytest.register_assert_rewrite("plan_rows", "simulated_cluster", "story")
 ROOT = Path(__file__).parents[1]
 
 

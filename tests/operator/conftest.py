@@ -11,6 +11,7 @@ from ling_operator.plan import Observed, Plan
 from ling_operator.reconcile import reconcile
 from ling_operator.verdict import HealthSample
 from ling_operator.views import JobSetView, Owner, PodView, Termination
+from story import Story
 
 RUN_UID = "run-uid"
 RUN_SETTINGS = {
@@ -169,3 +170,18 @@ class Scene:
 def scene() -> Scene:
     """Builders of runs, views, samples and observations."""
     return Scene()
+
+
+@pytest.fixture
+def story(scene: Scene) -> Story:
+    """The run, its JobSet and its pods running."""
+    return Story(scene)
+
+
+@pytest.fixture
+def halted(scene: Scene) -> Story:
+    """The run after a NaN at step 12, its JobSet seen suspended."""
+    story = Story(scene)
+    story.see(0, sample=scene.nan_sample(12))
+    story.see(1, jobset=scene.jobset(suspended=True), pods=())
+    return story

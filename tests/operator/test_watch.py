@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from ling_operator.api import API_VERSION, KIND
-from ling_operator.plan import Plan, SetSuspend, SetWorkloadActive
+from ling_operator.plan import SetSuspend, SetWorkloadActive
 from ling_operator.progress import metrics_port_of, scrape_target
 from ling_operator.run_view import view_run
 from ling_operator.views import Owner, view_jobset, view_pod
 from ling_operator.workload import WorkloadView
-from story import Story
+from story import WORDS, Story, kinds
 
 WATCH: dict[str, Any] = {"watch": {"jobSet": "xpk-run"}, "image": None, "cpu": None, "run": None}
 ADMITTED = WorkloadView(
@@ -20,7 +20,6 @@ ADMITTED = WorkloadView(
     active=True, admitted=True, message="",
 )  # fmt: skip
 INACTIVE = replace(ADMITTED, active=False, admitted=False)
-WORDS = {"reason": "NonFiniteLoss", "step": 12, "last_finite_step": 11, "value": "nan"}
 
 
 class Watch(Story):
@@ -66,10 +65,6 @@ def halted(story: Watch) -> Watch:
     story.see(4, sample=story.page(4, 12, nan=True))
     story.see(5, **story.launched(suspended=True) | {"pods": ()})
     return story
-
-
-def kinds(plan: Plan) -> list[str]:
-    return [type(action).__name__ for action in plan.actions]
 
 
 def test_a_jobset_that_is_not_there_is_waited_for_and_not_made(scene: Any) -> None:

@@ -5,6 +5,9 @@ from typing import Any
 from ling_operator.api import TrainingRun, TrainingRunStatus
 from ling_operator.plan import Plan
 
+WORDS = {"reason": "NonFiniteLoss", "step": 12, "last_finite_step": 11, "value": "nan"}
+"""What a trainer says that ends with 90."""
+
 
 class Story:
     """A run seen again and again; its status is what the last pass wrote.
@@ -44,3 +47,13 @@ class Story:
         """Return a condition's status and reason."""
         found = (c for c in self.status.conditions if c.type == kind)
         return next(((c.status, c.reason) for c in found), None)
+
+
+def kinds(plan: Plan) -> list[str]:
+    """Return what a plan does."""
+    return [type(action).__name__ for action in plan.actions]
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Return what a plan tells."""
+    return [event.reason for event in plan.events]
