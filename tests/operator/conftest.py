@@ -1,12 +1,17 @@
-"""Builders for the operator's tests: objects as the API server would return them, and views."""
+"""Builders for the operator's tests: objects as the API server returns them, views, `ling`."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from cli_server import Server
 from ling_operator.api import API_VERSION, KIND, TrainingRun, TrainingRunStatus
+from ling_operator.cli import main
 from ling_operator.plan import Observed, Plan
 from ling_operator.reconcile import reconcile
 from ling_operator.verdict import HealthSample
@@ -185,3 +190,55 @@ def halted(scene: Scene) -> Story:
     story.see(0, sample=scene.nan_sample(12))
     story.see(1, jobset=scene.jobset(suspended=True), pods=())
     return story
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """An API server that answers as it is told."""
+    server = Server()
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
+
+
+@pytest.fixture
+def kubeconfig(server: Server, tmp_path: Path) -> Path:
+    """File that leads to `server`, and by the context `other` to a server that is not there."""
+    address = f"http://127.0.0.1:{server.server.server_address[1]}"
+    contexts = [
+        {"name": "c", "context": {"cluster": "c", "user": "c", "namespace": "team"}},
+        {"name": "other", "context": {"cluster": "dead", "user": "c", "namespace": "far"}},
+    ]
+    path = tmp_path / "kubeconfig"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "c",
+                "clusters": [
+                    {"name": "c", "cluster": {"server": address}},
+                    {"name": "dead", "cluster": {"server": "http://127.0.0.1:1"}},
+                ],
+                "users": [{"name": "c", "user": {}}],
+                "contexts": contexts,
+            }
+        )
+    )
+    return path
+
+
+@pytest.fixture
+def ling(
+    kubeconfig: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Call `ling` on `server`; return its exit code, its output and its errors."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--kubeconfig", str(kubeconfig)])
+        out, err = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, out, err
+
+    return call

@@ -1,152 +1,20 @@
 """What `ling` makes of an API server's answers, those above all that a healthy one never gives."""
 
-import http.server
 import io
 import json
 import os
 import subprocess
 import sys
 import threading
-import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from ling_operator.cli import main
+from cli_server import RUNS, Answer, Server, refusal, run
 from ling_operator.display import wants_colour
-
-RUNS = "/apis/ling.primatrix.io/v1alpha1/namespaces/team/trainingruns"
-PODS = "/api/v1/namespaces/team/pods"
-
-type Answer = tuple[int, Any]
-
-
-class Server:
-    """Answers each path with what it was told to, in turn; the last answer stays."""
-
-    def __init__(self) -> None:
-        self.answers: dict[str, list[Answer | Callable[[Any], None]]] = {}
-        self.asked: list[str] = []
-        self.sent: list[Any] = []
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                outer.asked.append(self.path)
-                path = urllib.parse.urlsplit(self.path).path
-                queue = outer.answers.get(path, [(404, "404 page not found")])
-                answer = queue.pop(0) if len(queue) > 1 else queue[0]
-                if callable(answer):
-                    answer(self)
-                    return
-                status, body = answer
-                content = body if isinstance(body, str) else json.dumps(body)
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content.encode())))
-                self.end_headers()
-                self.wfile.write(content.encode())
-
-            def do_PATCH(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                outer.sent.append(json.loads(body))
-                self.do_GET()
-
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def say(self, path: str, *answers: Answer | Callable[[Any], None]) -> None:
-        self.answers[path] = list(answers)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.server.shutdown()
-    server.server.server_close()
-
-
-@pytest.fixture
-def kubeconfig(server: Server, tmp_path: Path) -> Path:
-    address = f"http://127.0.0.1:{server.server.server_address[1]}"
-    contexts = [
-        {"name": "c", "context": {"cluster": "c", "user": "c", "namespace": "team"}},
-        {"name": "other", "context": {"cluster": "dead", "user": "c", "namespace": "far"}},
-    ]
-    path = tmp_path / "kubeconfig"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "current-context": "c",
-                "clusters": [
-                    {"name": "c", "cluster": {"server": address}},
-                    {"name": "dead", "cluster": {"server": "http://127.0.0.1:1"}},
-                ],
-                "users": [{"name": "c", "user": {}}],
-                "contexts": contexts,
-            }
-        )
-    )
-    return path
-
-
-@pytest.fixture
-def ling(
-    kubeconfig: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([*arguments, "--kubeconfig", str(kubeconfig)])
-        out, err = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, out, err
-
-    return call
-
-
-def run(name: str = "ling2", **status: Any) -> dict[str, Any]:
-    return {
-        "metadata": {
-            "namespace": "team",
-            "name": name,
-            "uid": name,
-            "resourceVersion": "5",
-            "creationTimestamp": "2026-11-30T06:00:00Z",
-        },
-        "spec": {"image": "i", "cpu": {"processes": 1}},
-        "status": {"phase": "Running", **status},
-    }
-
-
-def pod(uid: str = "p0", *, phase: str = "Running", restart: int = 0) -> dict[str, Any]:
-    state = {"running": {}} if phase == "Running" else {"terminated": {"exitCode": 0}}
-    return {
-        "metadata": {
-            "name": f"ling2-slice-job-0-0-{uid}",
-            "uid": uid,
-            "labels": {
-                "ling.primatrix.io/attempt": "1",
-                "jobset.sigs.k8s.io/restart-attempt": str(restart),
-            },
-        },
-        "spec": {"containers": [{"name": "jax-tpu"}]},
-        "status": {"phase": phase, "containerStatuses": [{"name": "jax-tpu", "state": state}]},
-    }
-
-
-def refusal(code: int, reason: str, message: str) -> Answer:
-    return code, {"kind": "Status", "reason": reason, "message": message}
 
 
 @pytest.mark.parametrize(
@@ -328,105 +196,6 @@ def test_fields_of_others_are_named_with_how_to_take_them(
     code, _, err = ling("run", str(file), "-n", "other")
     assert code == 2
     assert "metadata.namespace is team, not other" in err
-
-
-def test_lines_kept_in_the_status_are_shown_when_the_pods_are_gone(
-    ling: Callable[..., tuple[int, str, str]], server: Server
-) -> None:
-    attempt = {"attempt": 1, "evidence": {"log": ["step 1", "step 2 loss nan"]}}
-    server.say(f"{RUNS}/ling2", (200, run(phase="Halted", attempts=[attempt])))
-    server.say(PODS, (200, {"items": []}))
-    code, out, err = ling("logs", "ling2")
-    assert (code, out) == (0, "step 1\nstep 2 loss nan\n")
-    assert "its pods are gone" in err
-    assert ling("logs", "ling2", "--tail", "1")[1] == "step 2 loss nan\n"
-    code, _, err = ling("logs", "ling2", "--process", "3")
-    assert (code, err) == (1, "ling: team/ling2 has no pods\n")
-
-
-def test_a_log_that_is_no_utf_8_is_printed_all_the_same(
-    ling: Callable[..., tuple[int, str, str]], server: Server
-) -> None:
-    def log(handler: Any) -> None:
-        handler.send_response(200)
-        handler.send_header("Content-Length", "5")
-        handler.end_headers()
-        handler.wfile.write(b"ok \xff\n")
-
-    server.say(f"{RUNS}/ling2", (200, run()))
-    server.say(PODS, (200, {"items": [pod()]}))
-    server.say(f"{PODS}/ling2-slice-job-0-0-p0/log", log)
-    assert ling("logs", "ling2", "--tail", "7") == (0, "ok \ufffd\n", "")
-    assert "container=jax-tpu&tailLines=7" in server.asked[-1]
-
-
-def test_following_goes_on_after_a_cut_and_ends_with_the_run(
-    ling: Callable[..., tuple[int, str, str]], server: Server
-) -> None:
-    """A load balancer cuts a stream, then ends one in good order; a new pod; the run's end."""
-
-    def cut(handler: Any) -> None:
-        handler.send_response(200)
-        handler.send_header("Transfer-Encoding", "chunked")
-        handler.end_headers()
-        handler.wfile.write(b"6\r\nstep 1\r\n")
-        handler.wfile.flush()
-        handler.connection.close()
-        handler.close_connection = True
-
-    running, over = {"items": [pod()]}, {"items": [pod(phase="Succeeded")]}
-    again = {"items": [pod("p1", phase="Succeeded", restart=1)]}
-    server.say(f"{RUNS}/ling2", *[(200, run())] * 9, (200, run(phase="Complete")))
-    server.say(PODS, *[(200, running)] * 5, (200, over), (200, over), (200, again))
-    log = f"{PODS}/ling2-slice-job-0-0-p0/log"
-    server.say(log, cut, (200, "step 2\n"), (200, "step 3\n"))
-    server.say(f"{PODS}/ling2-slice-job-0-0-p1/log", (200, "step 4"))
-    code, out, err = ling("logs", "ling2", "-f", "--tail", "5")
-    assert (code, out.split("\n")) == (0, ["step 1", "step 2", "step 3", "step 4", ""])
-    queries = [path.partition("?")[2] for path in server.asked if path.startswith(log)]
-    assert queries[0] == "container=jax-tpu&follow=true&tailLines=5"
-    assert len(queries) == 3
-    assert all("&follow=true&sinceSeconds=" in query for query in queries[1:])
-    assert err == "ling: pod ling2-slice-job-0-0-p1, restart 1\n"
-
-
-def test_a_bundle_says_what_it_could_not_have(
-    ling: Callable[..., tuple[int, str, str]], server: Server, tmp_path: Path
-) -> None:
-    server.say(f"{RUNS}/ling2", (200, run()))
-    server.say(PODS, refusal(403, "Forbidden", "no pods for you"))
-    code, out, err = ling("debug", "ling2", "-o", str(tmp_path / "out"))
-    assert code == 0
-    assert "files of team/ling2" in out
-    assert "not in it: pods.yaml: not allowed: no pods for you" in err
-    summary = (tmp_path / "out" / "summary.txt").read_text()
-    assert "- workload.yaml: Kueue is not installed" in summary
-    assert "- pods.yaml: not allowed: no pods for you" in summary
-
-
-def test_a_bundle_holds_metrics_logs_and_last_words_of_every_pod(
-    ling: Callable[..., tuple[int, str, str]], server: Server, tmp_path: Path
-) -> None:
-    attempt = {"attempt": 1, "startTime": "2026-11-30T06:00:00Z", "evidence": {"log": ["kept"]}}
-    live, dead = pod(), pod("p1", phase="Failed", restart=1)
-    live["metadata"]["annotations"] = {"ling.primatrix.io/metrics-port": "9464"}
-    end = {"exitCode": 137, "reason": "OOMKilled", "message": "the end"}
-    dead["status"]["containerStatuses"][0]["state"] = {"terminated": end}
-    server.say(f"{RUNS}/ling2", (200, run(attempts=[attempt])))
-    server.say(PODS, (200, {"items": [live, dead]}))
-    name = "ling2-slice-job-0-0-p0"
-    server.say(f"{PODS}/{name}:9464/proxy/metrics", (200, "ling_step 7\n"))
-    server.say(f"{PODS}/{name}/log", (200, "said\n"))
-    folder = tmp_path / "out"
-    code, _, err = ling("debug", "ling2", "-o", str(folder))
-    assert code == 0
-    assert (folder / "metrics" / f"{name}.txt").read_text() == "ling_step 7\n"
-    assert (folder / "logs" / name / "jax-tpu.log").read_text() == "said\n"
-    words = (folder / "last-words.txt").read_text()
-    assert "exit code 137, OOMKilled" in words
-    assert "the end" in words
-    assert "- kept" in words
-    assert "metrics/ling2-slice-job-0-0-p1.txt: the pod does not run" in err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error_with_a_trace(
