@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ling_operator.cli import main
+
 TRAINER = Path(__file__).with_name("contract_trainer.py")
 
 
@@ -312,11 +314,13 @@ def test_grace_ends_in_a_kill(runs: Runs) -> None:
     ],
 )
 def test_a_wrong_setting_ends_with_2_and_names_the_field(
-    runs: Runs, arguments: list[str], says: str
+    runs: Runs, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, output = runs.run(*arguments)
-    assert code == 2, output
-    assert says in output
+    runs.file.write_text(yaml.safe_dump(runs.manifest))
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(runs.file), "--local", *arguments])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
     assert not runs.home.exists()
 
 

@@ -29,6 +29,11 @@ def op() -> dict[str, np.ndarray]:
     return load_file(FILE)
 
 
+def compiled(f: Callable[..., Any], *inputs: Any, **arguments: Any) -> Any:
+    """Call it compiled as one: operation by operation is a hundred compilations."""
+    return jax.jit(lambda *x: f(*x, **arguments), compiler_options=FAST_COMPILE)(*inputs)
+
+
 def relative(found: Any, expected: Any) -> float:
     return float(np.abs(np.asarray(found) - expected).max() / np.abs(expected).max())
 
@@ -50,8 +55,7 @@ def test_golden_op_lightning_forward_and_vjp(
         value, vjp = jax.vjp(f, *inputs)
         return value, vjp(cotangents)
 
-    compiled = jax.jit(both, compiler_options=FAST_COMPILE)
-    (o, state), gradients = compiled(inputs, (op["do"], op["dfinal_state"]))
+    (o, state), gradients = compiled(both, inputs, (op["do"], op["dfinal_state"]))
     errors = [relative(o, op["o"]), relative(state, op["final_state"])]
     names = ("dq", "dk", "dv", "dh0")
     errors += [relative(g, op[n]) for g, n in zip(gradients, names, strict=True)]
@@ -66,9 +70,9 @@ def test_golden_op_lightning_packed_documents(
     bounds = op["cu_seqlens"]
     documents = np.searchsorted(bounds, np.arange(bounds[-1]), side="right")[None]
     row = [jnp.asarray(op[name][:1]) for name in ("q", "k", "v")]
-    out = lightning_attention(
-        *row, log_decay=jnp.asarray(op["slope"]), documents=jnp.asarray(documents),
-        initial_state=None, chunk_size=64,
+    out = compiled(
+        lightning_attention, *row, log_decay=jnp.asarray(op["slope"]),
+        documents=jnp.asarray(documents), initial_state=None, chunk_size=64,
     )  # fmt: skip
     worst = relative(out.outputs, op["packed_o_row0"])
     show_golden("op_lightning", cases="packed documents", worst=worst, tolerance=5e-6)
@@ -131,8 +135,8 @@ def test_chunked_equals_the_recurrence_forward_and_backward(
         value, vjp = jax.vjp(f, c.q, c.k, c.v, c.decay)
         return value, vjp(c.do)
 
-    compiled = jax.jit(lambda: (both(chunked), both(naive)), compiler_options=FAST_COMPILE)
-    (found, gradients), (expected, expected_gradients) = jax.device_get(compiled())
+    outcomes = jax.device_get(compiled(lambda: (both(chunked), both(naive))))
+    (found, gradients), (expected, expected_gradients) = outcomes
     assert relative(found, expected) <= 5e-6
     for a, b in zip(gradients, expected_gradients, strict=True):
         assert np.abs(a - b).max() <= 2e-5 * max(float(np.abs(b).max()), 1.0)
@@ -143,8 +147,9 @@ def test_state_after_an_incomplete_chunk_equals_the_recurrences() -> None:
     arguments: dict[str, Any] = {
         "log_decay": c.decay, "documents": c.documents, "initial_state": None,
     }  # fmt: skip
-    found = lightning_attention(c.q, c.k, c.v, chunk_size=16, **arguments).state
-    assert relative(found, recurrent_attention(c.q, c.k, c.v, **arguments).state) <= 5e-6
+    found = compiled(lightning_attention, c.q, c.k, c.v, chunk_size=16, **arguments)
+    expected = compiled(recurrent_attention, c.q, c.k, c.v, **arguments)
+    assert relative(found.state, expected.state) <= 5e-6
 
 
 def test_strong_decay_over_a_long_chunk_has_finite_gradients() -> None:
@@ -155,7 +160,8 @@ def test_strong_decay_over_a_long_chunk_has_finite_gradients() -> None:
             q, c.k, c.v, log_decay=g, documents=None, initial_state=None, chunk_size=256
         ).outputs.sum()
 
-    assert all(bool(jnp.isfinite(g).all()) for g in jax.grad(total, (0, 1))(c.q, c.decay))
+    gradients = compiled(jax.grad(total, (0, 1)), c.q, c.decay)
+    assert all(np.isfinite(g).all() for g in gradients)
 
 
 def test_bfloat16_inputs_keep_the_state_in_float32() -> None:
@@ -164,7 +170,8 @@ def test_bfloat16_inputs_keep_the_state_in_float32() -> None:
     arguments: dict[str, Any] = {
         "log_decay": c.decay, "documents": None, "initial_state": None,
     }  # fmt: skip
-    found = lightning_attention(*half, chunk_size=16, **arguments)
+    found = compiled(lightning_attention, *half, chunk_size=16, **arguments)
     full = [x.astype(jnp.float32) for x in half]
     assert (found.outputs.dtype, found.state.dtype) == (jnp.bfloat16, jnp.float32)
-    assert relative(found.state, recurrent_attention(*full, **arguments).state) <= 5e-6
+    expected = compiled(recurrent_attention, *full, **arguments)
+    assert relative(found.state, expected.state) <= 5e-6
