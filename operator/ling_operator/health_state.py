@@ -67,6 +67,8 @@ class HealthState(Seen):
     """Non-finite steps of the attempt, each counted once."""
     process_nonfinite_steps: int = 0
     """Those of the current process."""
+    new_nonfinite_steps: int = 0
+    """Those that the last page told of and the one before did not."""
     nonfinite_row: int = 0
     """Non-finite steps in a row up to the last one seen."""
     longest_nonfinite_row: int = 0

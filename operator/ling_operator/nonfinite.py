@@ -23,6 +23,7 @@ def fold_nonfinite(before: HealthState, sample: HealthSample) -> dict[str, objec
     update: dict[str, object] = {
         "nonfinite_steps": before.nonfinite_steps + seen - before.process_nonfinite_steps,
         "process_nonfinite_steps": seen,
+        "new_nonfinite_steps": max(seen - before.process_nonfinite_steps, 0),
         "nonfinite_row": row,
         "longest_nonfinite_row": longest,
         "last_finite_step": _last_finite(before, sample),
@@ -33,9 +34,16 @@ def fold_nonfinite(before: HealthState, sample: HealthSample) -> dict[str, objec
 
 
 def judge_nonfinite(state: HealthState, policy: HealthPolicy) -> Verdict | None:
-    """Return the verdict of nonFinite if it holds."""
+    """Return the verdict of nonFinite if it holds.
+
+    What is to halt the run holds for good. An alert ends with the row that it is about, or the
+    next one would not be told.
+    """
     rule, longest = policy.non_finite, state.longest_nonfinite_row
     if longest < rule.consecutive_steps:
+        return None
+    present = max(state.nonfinite_row, state.new_nonfinite_steps)
+    if rule.action == "Alert" and present < rule.consecutive_steps:
         return None
     reason = state.signal or Reason.DIVERGED
     what = "gradients are" if reason == Reason.NON_FINITE_GRADIENT else "loss is"

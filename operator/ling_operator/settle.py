@@ -31,6 +31,7 @@ def _without_progress(status: TrainingRunStatus) -> TrainingRunStatus:
         "step": 0,
         "highest_step": 0,
         "last_finite_step": 0,
+        "new_nonfinite_steps": 0,
         "step_seconds": Window(),
         "straggler_seconds": None,
         "alerts": tuple(

@@ -55,6 +55,27 @@ def test_an_alert_is_a_condition_and_one_event_and_the_run_goes_on(scene: Any) -
     assert (alert.reason, alert.step, alert.since) == ("LossSpike", 21, scene.at(230))
 
 
+def test_each_row_of_steps_that_are_not_finite_is_an_alert_of_its_own(scene: Any) -> None:
+    run = Watched(scene, nonFinite={"action": "Alert", "consecutiveSteps": 2})
+    run.steps(20)
+    told = 0
+    for row in (1, 2, 1, 3):  # one step is fewer than consecutiveSteps
+        before = sum(count for _, count in run.world["sample"].nonfinite_steps)
+        longest = max(run.world["sample"].consecutive_max, row)
+        run.step += row - 1  # a page is read after the last of them
+        counts = ((("nan", "NonFiniteLoss"), before + row),)
+        after = {"nonfinite_steps": counts, "consecutive_max": longest}
+        bad = {"is_nan": True, "lm_loss": float("nan"), "last_finite_step": run.step + 1 - row}
+        assert run.steps(1, **after, **bad).actions == ()
+        told += row > 1
+        assert run.told("NonFiniteLoss") == told
+        assert run.condition("Healthy") == (
+            ("False", "NonFiniteLoss") if row > 1 else ("True", "Healthy")
+        )
+        run.steps(40, **after)
+        assert run.condition("Healthy") == ("True", "Healthy")
+
+
 def test_a_loss_that_hovers_at_the_threshold_is_told_once(scene: Any) -> None:
     run = Watched(scene)
     run.steps(20)
