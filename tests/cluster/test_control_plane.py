@@ -197,9 +197,11 @@ def test_deleting_a_jobset_removes_jobs_pods_service_and_processes(
     assert len(cluster.leftovers()) == 5  # JobSet, Job, two pods, Service
     assert len(kubelet.live_processes(namespace)) >= 2
     cluster.client.delete(f"{cluster.jobsets}/run", propagation=propagation)
-    wait_for("all to be gone", lambda: not cluster.leftovers(), describe=cluster.leftovers)
-    assert kubelet.live_processes(namespace) == []
-    assert len(kubelet.started(namespace)) == 2
+    # JobSet's controller may make the Job once more before it knows; that one goes the same way.
+    wait_for(
+        "all to be gone", lambda: not cluster.leftovers(), timeout=60, describe=cluster.leftovers
+    )
+    wait_for("no process", lambda: not kubelet.live_processes(namespace))
 
 
 def test_a_pod_that_asks_for_tpus_lands_on_a_tpu_node_and_others_do_not(cluster: Cluster) -> None:
