@@ -102,7 +102,7 @@ def test_a_diverging_run_is_halted_and_a_raised_attempt_finishes_it(
     kubectl("delete", "trun", NAME)
     _wait_until_gone(runs)
     assert [each for each in processes if each.is_alive()] == []
-    assert kubelet.live_processes(namespace) == []
+    wait_for("no process", lambda: not kubelet.live_processes(namespace))
     story.tell("deleted: no JobSet, Job, pod, Service or process is left")
 
 
