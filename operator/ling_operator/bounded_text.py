@@ -12,6 +12,8 @@ def printable(text: str) -> str:
     Tabs and line ends stay. What cannot be shown would be stored as an escape that no reader of
     `kubectl get -o yaml` can make sense of.
     """
+    if text.isprintable():  # as nearly all is, in every pass over every run
+        return text
     text = _ESCAPES.sub("", text)
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
