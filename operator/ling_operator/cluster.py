@@ -80,7 +80,8 @@ class Cluster:
 
     def record_heartbeat(self, key: Key, beat: Heartbeat) -> None:
         """Take a host's heartbeat."""
-        self._heartbeats.setdefault(key, {})[beat.pod_uid, beat.container] = beat
+        if self._caches.run(key) is not None:  # or nobody would forget it
+            self._heartbeats.setdefault(key, {})[beat.pod_uid, beat.container] = beat
 
     def heartbeats(self, key: Key) -> tuple[Heartbeat, ...]:
         """Return the heartbeats of a run's hosts; those of pods that are gone are dropped."""
@@ -145,6 +146,8 @@ class Cluster:
         if creates or plan.status != observed.run.status:
             await self._write_status(key, observed, plan)
             self._logs.pop(key, None)
+        # Older ones are not planned any more: alerts that come and go must not pile up.
+        self._told[key] = self._told.get(key, set()) & {e.name(observed.run) for e in plan.events}
         answers = [await self._try(key, observed, e) for e in (*plan.actions, *plan.events)]
         refusals = [answer for answer in answers if answer is not None]
         self._denied.pop(key, None)

@@ -91,8 +91,9 @@ class LeaderLease:
         while True:
             started = self._clock()
             try:
-                if await self._try():
-                    self._until = started + RENEW_SECONDS
+                # Somebody else has it who did not wait: the Lease was deleted, or edited.
+                mine = await self._try()
+                self._until = started + RENEW_SECONDS if mine else float("-inf")
                 self.refusal = None
             except ApiError as error:
                 self.refusal = str(error) if error.is_refusal else None
@@ -101,7 +102,7 @@ class LeaderLease:
                 _log.info("leading", extra={"identity": self.identity})
                 self.acquired.set()
             elif self.acquired.is_set() and not self.leading:
-                msg = f"the Lease was not renewed for {RENEW_SECONDS:g} s"
+                msg = f"the Lease was not renewed for {RENEW_SECONDS:g} s, or is another's now"
                 raise LostLeaseError(msg)
             await asyncio.sleep(RETRY_SECONDS)
 

@@ -134,8 +134,9 @@ class Reflector[T]:
                 problem = str(error)
             except ApiError as error:
                 if error.status is not None:
-                    self._resource_version = None
                     self._last_answer = time.monotonic()
+                    if not error.is_overload:
+                        self._resource_version = None
                 if error.is_refusal and not error.is_expired and self._refused_since is None:
                     self._refused_since = time.monotonic()
                 if error.is_not_found:
@@ -164,7 +165,7 @@ class Reflector[T]:
         page: dict[str, str] = {}
         while True:
             answer = await self._client.get(self._path, **self._selection, **page, limit=str(PAGE))
-            for item in answer["items"]:
+            for item in answer.get("items") or ():
                 found[_key(item)] = self._view(item)
             token = answer["metadata"].get("continue")
             if not token:

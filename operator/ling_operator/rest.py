@@ -59,6 +59,11 @@ class ApiError(Exception):
         return answered and self.status not in no_refusals
 
     @property
+    def is_overload(self) -> bool:
+        """Tell whether the server has too much to do: ask again later, and for no more."""
+        return self.status == HTTPStatus.TOO_MANY_REQUESTS
+
+    @property
     def is_expired(self) -> bool:
         """The resource version or the list's continuation is too old: list again."""
         return self.status == HTTPStatus.GONE

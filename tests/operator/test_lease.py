@@ -142,6 +142,19 @@ async def test_a_frozen_holder_finds_that_it_leads_no_more_and_ends(replicas: Re
 
 
 @pytest.mark.asyncio
+async def test_a_lease_that_another_has_got_in_between_ends_the_right_to_write_at_once(
+    replicas: Replicas,
+) -> None:
+    first, second = replicas.replica("a"), replicas.replica("b")
+    await replicas.tries(first)
+    replicas.api.lease = None  # somebody deleted it
+    assert await replicas.tries(second)
+    with pytest.raises(LostLeaseError, match="another's now"):
+        await replicas.tries(first)
+    assert not first.leading
+
+
+@pytest.mark.asyncio
 async def test_of_two_that_try_at_once_one_gets_it(replicas: Replicas) -> None:
     """Both read the expired Lease before either writes."""
     await replicas.tries(replicas.replica("a"))

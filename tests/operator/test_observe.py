@@ -26,6 +26,7 @@ from ling_operator.plan import (
     SetSuspend,
     SetWorkloadActive,
 )
+from ling_operator.verdict import Heartbeat
 from waiting import until
 
 
@@ -248,6 +249,9 @@ async def test_a_deleted_run_is_observed_as_none_and_everything_about_it_is_drop
         w.api.send(RUNS, "DELETED", stored_run(scene))
         await until(lambda: w.caches.run(KEY) is None)
         assert await w.cluster.observe(*KEY) is None
+        late = Heartbeat(host="n", pod_uid="p", read_time=scene.now, time=scene.now)
+        w.cluster.record_heartbeat(KEY, late)  # its page was being read
+        assert w.cluster._heartbeats == {}
         w.api.send(RUNS, "ADDED", stored_run(scene))
         await until(lambda: w.caches.run(KEY) is not None)
         anew = await w.cluster.observe(*KEY)

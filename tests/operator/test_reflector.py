@@ -133,6 +133,20 @@ async def test_a_server_that_restarts_is_found_again_with_no_change_lost() -> No
 
 
 @pytest.mark.asyncio
+async def test_a_server_with_too_much_to_do_is_not_asked_for_a_whole_list_besides() -> None:
+    server = ThingServer()
+    server.set("a")
+    server.watch_answer = "busy"
+    async with reflecting(server) as (reflector, changes):
+        await until(lambda: len(server.watches) >= 3)
+        server.set("b")
+        server.watch_answer = "normal"
+        await until(lambda: names(reflector) == {"a", "b"})
+        assert server.lists == 1
+        assert [change.key[1] for change in changes] == ["a", "b"]
+
+
+@pytest.mark.asyncio
 async def test_a_refused_list_is_retried_more_and_more_slowly_until_it_is_allowed() -> None:
     server = ThingServer()
     server.list_status = 403

@@ -29,7 +29,7 @@ class ThingServer:
         self.list_queries: list[dict[str, str]] = []
         self.page = 500
         self.list_status = 200
-        self.watch_answer = "normal"  # normal, gone (HTTP), expired (in-stream), silent
+        self.watch_answer = "normal"  # normal, gone or busy (HTTP), expired (in-stream), silent
         self.expire_continue_once = False
         self.port = 0
         self._runner: web.AppRunner | None = None
@@ -106,6 +106,8 @@ class ThingServer:
         if self.watch_answer == "gone":
             body = {"kind": "Status", "reason": "Expired", "message": "too old"}
             return web.json_response(body, status=410)
+        if self.watch_answer == "busy":
+            return web.json_response({"reason": "TooManyRequests"}, status=429)
         response = web.StreamResponse()
         await response.prepare(request)
         if self.watch_answer == "silent":
