@@ -26,7 +26,6 @@ from ling_operator.verdict import HealthSample
 
 GROUP = "ling.primatrix.io"
 RUN_LABEL = f"{GROUP}/run"
-INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 INTERVAL_SECONDS = 5.0
 STATUS_SECONDS = 10.0
 _JOBSETS = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/{}/jobsets"

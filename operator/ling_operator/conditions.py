@@ -53,8 +53,3 @@ def set_condition(
     if old is None:
         return (*conditions, new)
     return tuple(new if c.type == kind else c for c in conditions)
-
-
-def without(conditions: Conditions, *kinds: ConditionType) -> Conditions:
-    """Return the conditions less those of these types."""
-    return tuple(c for c in conditions if c.type not in kinds)

@@ -17,7 +17,6 @@ from ling_trainer.data.indexed_writer import write_indexed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
 FACTS = json.loads((GOLDEN / "meta.json").read_text())["indexed"]
-HEADER_BYTES = 34
 
 
 def copy_pair(name: str, folder: Path) -> Path:

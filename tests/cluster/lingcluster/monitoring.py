@@ -200,13 +200,6 @@ class Prometheus(Process):
         assert len(samples) <= 1, samples
         return float(samples[0]["value"][1]) if samples else None
 
-    def query_range(
-        self, expr: str, *, start: float, end: float, step: float = 1.0
-    ) -> list[dict[str, Any]]:
-        """Evaluate an expression from `start` to `end`, seconds since the epoch."""
-        times = {"start": str(start), "end": str(end), "step": str(step)}
-        return self.get("query_range", query=expr, **times)["result"]
-
     def firing(self, name: str) -> list[dict[str, Any]]:
         """Return the alerts of that name that fire, as /api/v1/alerts has them."""
         return [
