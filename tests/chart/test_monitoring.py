@@ -19,7 +19,7 @@ PROMETHEUS = ("--set", "monitoring.prometheusOperator.enabled=true")
 GOOGLE = ("--set", "monitoring.googleManagedPrometheus.enabled=true")
 GRAFANA = ("--set", "monitoring.grafana.dashboards=true,monitoring.grafana.alerts=true")
 RUNBOOK = ("--set", "monitoring.runbookUrl=https://runbooks.example.com/operations.md")
-ONE = ("--set", "watchNamespaces={team-a}")
+TWO = ("--set", "watchNamespaces={team-a,team-b}")
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +127,14 @@ def test_the_trainers_containers_are_scraped_by_the_ports_they_declare(
 def test_scrape_objects_look_where_the_operator_does(helm: Helm) -> None:
     everywhere = named(of_kind(helm.template(*IMAGE, *PROMETHEUS), "PodMonitor"))["trainers"]
     assert everywhere["spec"]["namespaceSelector"] == {"any": True}
-    one = named(of_kind(helm.template(*IMAGE, *PROMETHEUS, *ONE), "PodMonitor"))["trainers"]
-    assert one["spec"]["namespaceSelector"] == {"matchNames": ["team-a"]}
-    assert of_kind(helm.template(*IMAGE, *GOOGLE), "ClusterPodMonitoring")
-    google = helm.template(*IMAGE, *GOOGLE, *ONE)
+    two = named(of_kind(helm.template(*IMAGE, *PROMETHEUS, *TWO), "PodMonitor"))["trainers"]
+    assert two["spec"]["namespaceSelector"] == {"matchNames": ["team-a", "team-b"]}
+    (of_all,) = of_kind(helm.template(*IMAGE, *GOOGLE), "ClusterPodMonitoring")
+    google = helm.template(*IMAGE, *GOOGLE, *TWO)
     assert not of_kind(google, "ClusterPodMonitoring")
-    (trainers,) = (
-        each for each in of_kind(google, "PodMonitoring") if "trainers" in each["metadata"]["name"]
-    )
-    assert trainers["metadata"]["namespace"] == "team-a"
+    trainers = {
+        each["metadata"]["namespace"]: each["spec"]
+        for each in of_kind(google, "PodMonitoring")
+        if "trainers" in each["metadata"]["name"]
+    }
+    assert trainers == dict.fromkeys(("team-a", "team-b"), of_all["spec"])

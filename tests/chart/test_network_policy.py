@@ -100,8 +100,11 @@ def _peer_matches(rule: dict[str, Any], peer: Peer) -> bool:
 
 def _selects(selector: dict[str, Any], labels: Mapping[str, str]) -> bool:
     for expression in selector.get("matchExpressions", []):
-        assert expression["operator"] == "Exists"
-        if expression["key"] not in labels:
+        value = labels.get(expression["key"])
+        if expression["operator"] == "In" and value not in expression["values"]:
+            return False
+        assert expression["operator"] in {"In", "Exists"}
+        if value is None:
             return False
     return selector.get("matchLabels", {}).items() <= labels.items()
 
@@ -139,14 +142,19 @@ def test_metrics_and_probes_are_reached_and_nothing_else(
     assert wrong == []
 
 
-def test_with_nodes_addresses_given_a_release_of_one_namespace_reads_no_others_trainers(
-    helm: Helm,
+@pytest.mark.parametrize("values", ["one-namespace", "two-namespaces"])
+def test_with_nodes_addresses_given_a_release_reads_no_trainers_but_of_its_namespaces(
+    helm: Helm, values: str
 ) -> None:
     nodes = ("--set", "networkPolicy.trainers.cidrs={10.128.0.0/20}")
-    objects = helm.template("--values", VALUES / "one-namespace.yaml", *nodes)
+    objects = helm.template("--values", VALUES / f"{values}.yaml", *nodes)
     (policy,) = of_kind(objects, "NetworkPolicy")
     assert allows(policy, "egress", TRAINER, 9464, "TCP")
-    assert not allows(policy, "egress", OTHERS_TRAINER, 9464, "TCP")
+    both = values == "two-namespaces"
+    assert allows(policy, "egress", OTHERS_TRAINER, 9464, "TCP") == both
+    for peer in (TRAINER, OTHERS_TRAINER):
+        elsewhere = Peer(peer.address, "team-c", peer.labels)
+        assert not allows(policy, "egress", elsewhere, 9464, "TCP")
 
 
 def test_by_default_there_is_no_policy(helm: Helm) -> None:

@@ -139,6 +139,35 @@ def test_bindings_give_existing_roles_to_the_account_that_the_pods_use(
         assert (subject["name"], subject["namespace"]) == (account, "ling-system")
 
 
+def test_each_namespace_watched_has_the_cluster_roles_rights_and_is_told_to_the_operator(
+    helm: Helm,
+) -> None:
+    two = helm.template(*IMAGE, "--set", "watchNamespaces={team-a,team-b},rbac.userRoles=false")
+    assert not {"ClusterRole", "ClusterRoleBinding"} & {each["kind"] for each in two}
+    (everywhere,) = (
+        each
+        for each in of_kind(helm.template(*IMAGE), "ClusterRole")
+        if each["metadata"]["name"] == "ling-operator"
+    )
+    roles = {
+        each["metadata"]["namespace"]: each["rules"]
+        for each in of_kind(two, "Role")
+        if each["metadata"]["name"] == "ling-operator"
+    }
+    assert roles == dict.fromkeys(("team-a", "team-b"), everywhere["rules"])
+    bound = Counter(each["metadata"]["namespace"] for each in of_kind(two, "RoleBinding"))
+    assert bound == {"team-a": 1, "team-b": 1, "ling-system": 1}
+    (container,) = pod_template(two)["spec"]["containers"]
+    flags = [word for word in container["args"] if word.startswith("--namespace")]
+    assert flags == ["--namespace=team-a", "--namespace=team-b"]
+    (test,) = of_kind(two, "Pod")
+    assert test["spec"]["containers"][0]["args"][1:] == [
+        "ling-system/ling-operator",
+        "team-a",
+        "team-b",
+    ]
+
+
 def test_one_namespace_needs_no_cluster_role_and_is_told_to_the_operator(helm: Helm) -> None:
     objects = helm.template("--values", Path(__file__).parent / "values" / "one-namespace.yaml")
     assert not {"ClusterRole", "ClusterRoleBinding"} & {each["kind"] for each in objects}
@@ -189,8 +218,10 @@ def test_notes_say_what_to_do_next(helm: Helm, chart: Path, values: Path) -> Non
     assert "kubectl -n x rollout status deployment/" in notes
     assert ("helm test" in notes) == (values.stem != "bare")
     assert ("DELETES every TrainingRun" in notes) == (values.stem == "everything")
-    scraped = values.stem in {"everything", "gke", "one-namespace"}
+    scraped = values.stem in {"everything", "gke", "one-namespace", "two-namespaces"}
     assert ("no alert can fire" in notes) != scraped
+    watched = {"one-namespace": "team-a", "two-namespaces": "team-a, team-b"}
+    assert f"it watches {watched.get(values.stem, 'all namespaces')}." in notes
 
 
 def test_old_clusters_are_refused_and_gkes_versions_are_not(helm: Helm) -> None:

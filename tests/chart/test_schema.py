@@ -34,7 +34,8 @@ REFUSALS = [
     ("watchNamespaces={Team_A}", "at '/watchNamespaces/0'"),
     ("monitoring.prometheusOperator.interval=15", "monitoring/prometheusOperator/interval"),
     ("monitoring.runbookUrl=runbooks", "at '/monitoring/runbookUrl'"),
-    ("watchNamespaces={a,b}", "watchNamespaces names 2 namespaces (a, b)"),
+    ("watchNamespaces={a,a}", "at '/watchNamespaces': items at 0 and 1 are equal"),
+    ("watchNamespaces[50]=a", "at '/watchNamespaces': maxItems: got 51, want 50"),
     ("serviceAccount.create=false", "serviceAccount.name is empty"),
     ("image.repository=", "image.repository is empty: set it to where you pushed"),
 ]

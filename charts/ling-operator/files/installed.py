@@ -1,6 +1,6 @@
 """What `helm test` runs, in the operator's image and with its rights: can it do its work?
 
-Arguments: NAMESPACE/NAME of the Lease, and the only namespace watched or "".
+Arguments: NAMESPACE/NAME of the Lease, and the namespaces watched; none for all.
 """
 
 import asyncio
@@ -16,16 +16,15 @@ PATIENCE_SECONDS = 60
 FRESH_SECONDS = 30
 
 
-async def check(lease: str, only: str) -> None:
+async def check(lease: str, *namespaces: str) -> None:
     """List TrainingRuns; wait for a leader that renews its Lease."""
     namespace, name = lease.split("/")
     async with RestClient(discover(None)) as client:
-        scope = f"/namespaces/{only}" if only else ""
-        runs = await client.get(f"{RUNS}{scope}/trainingruns", limit="1")
-        more = runs["metadata"].get("remainingItemCount", 0)
-        print(
-            f"TrainingRuns are served: {len(runs['items']) + more} in {only or 'all namespaces'}"
-        )
+        for each in namespaces or [""]:
+            scope = f"/namespaces/{each}" if each else ""
+            runs = await client.get(f"{RUNS}{scope}/trainingruns", limit="1")
+            count = len(runs["items"]) + runs["metadata"].get("remainingItemCount", 0)
+            print(f"TrainingRuns are served: {count} in {each or 'all namespaces'}")
         seen = "no Lease"
         for _ in range(PATIENCE_SECONDS):
             try:

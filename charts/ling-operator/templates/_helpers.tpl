@@ -52,15 +52,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end }}
 {{- end }}
 
-{{/* The only namespace that is watched; empty for all. */}}
-{{- define "ling-operator.watchNamespace" -}}
-{{- $names := .Values.watchNamespaces }}
-{{- if gt (len $names) 1 }}
-{{- fail (printf "watchNamespaces names %d namespaces (%s): an operator watches one or all; install a release for each, with crds.enabled=false but for one" (len $names) (join ", " $names)) }}
-{{- end }}
-{{- if $names }}{{ first $names }}{{ end }}
-{{- end }}
-
 {{/* Annotations and labels of the CRD. */}}
 {{- define "ling-operator.crdMetadata" -}}
 {{- if not (or .Values.crds.keep .Values.crds.iAcceptDeletion) }}
