@@ -339,11 +339,13 @@ def test_every_batch_of_the_whole_split_counts(evaluated: Any) -> None:
 
 
 @pytest.mark.slow
-def test_eight_devices_with_an_uneven_last_batch_evaluate_to_what_one_does_without_padding():
+def test_eight_devices_with_an_uneven_last_batch_evaluate_to_what_one_does_without_padding(
+    kept_programs,
+):
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("sharded_eval_program.py"))],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, **kept_programs, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=False,

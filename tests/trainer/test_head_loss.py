@@ -62,6 +62,11 @@ def gradient(case: SimpleNamespace, **options: Any) -> Any:
     return run(case.params, case.hidden)
 
 
+def forward(case: SimpleNamespace, **options: Any) -> Any:
+    run = jax.jit(lambda p, h: objective(p, h, case, **options), compiler_options=FAST_COMPILE)
+    return run(case.params, case.hidden)
+
+
 def relative(found: Any, expected: Any) -> float:
     scale = np.abs(expected).max()
     return float(np.abs(np.asarray(found) - expected).max() / scale) if scale else 0.0
@@ -98,7 +103,7 @@ def test_each_depth_has_a_gradient_in_its_own_head_alone(case: SimpleNamespace) 
 def test_a_forward_pass_of_chunks_gives_the_same_losses(
     case: SimpleNamespace, at_once: dict[float, Any]
 ) -> None:
-    _, loss = jax.device_get(objective(case.params, case.hidden, case, chunks=4, z=1e-2))
+    _, loss = jax.device_get(forward(case, chunks=4, z=1e-2))
     assert max(jax.tree.leaves(jax.tree.map(relative, loss, at_once[1e-2][1]))) <= 1e-6
 
 
@@ -107,7 +112,8 @@ def test_reported_losses_of_chunks_carry_no_gradient(case: SimpleNamespace) -> N
         loss = objective(case.params, hidden, case, chunks=4, z=1e-2)[1]
         return loss.xent.sum() + loss.z.sum()
 
-    assert not np.asarray(jax.grad(reported)(case.hidden)).any()
+    found = jax.jit(jax.grad(reported), compiler_options=FAST_COMPILE)(case.hidden)
+    assert not np.asarray(found).any()
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB])
@@ -117,7 +123,7 @@ def test_a_target_outside_the_vocabulary_is_nan_in_chunks_too(
     row, column = np.argwhere(np.asarray(case.mask))[-1]
     targets = case.targets.at[row, column].set(wrong)
     other = SimpleNamespace(**vars(case) | {"targets": targets})
-    _, loss = objective(case.params, case.hidden, other, chunks=4, z=0.0)
+    _, loss = forward(other, chunks=4, z=0.0)
     assert np.isnan(loss.objective)
     assert np.argwhere(np.isnan(loss.xent)).tolist() == [[row, column]]
 
@@ -192,7 +198,7 @@ def through_the_head(
         )  # fmt: skip
         return loss.objective, loss
 
-    return jax.grad(total, has_aux=True)(logits)
+    return jax.jit(jax.grad(total, has_aux=True), compiler_options=FAST_COMPILE)(logits)
 
 
 KINDS = sorted({k.rsplit("_", 1)[0] for k in MEGATRON.files if k.endswith("_loss")})
