@@ -142,6 +142,7 @@ def test_a_run_completes_and_says_so_again_without_starting_anything(runs: Runs)
     assert set(runs.logs()) == {"1-0-0", "1-0-1"}
 
 
+@pytest.mark.slow
 def test_a_nan_halts_the_run_until_attempt_is_raised(runs: Runs) -> None:
     runs.fault(NAN_STEP="7")
     code, output = runs.run()
@@ -221,6 +222,7 @@ def test_a_crash_is_restarted_while_restarts_last(runs: Runs) -> None:
     assert runs.status()["restarts"] == 1
 
 
+@pytest.mark.slow
 def test_control_c_checkpoints_and_the_next_start_goes_on_from_there(runs: Runs) -> None:
     runs.spec["cpu"]["processes"] = 2
     process = runs.start("steps=150")
@@ -242,6 +244,7 @@ def test_control_c_checkpoints_and_the_next_start_goes_on_from_there(runs: Runs)
     assert runs.status()["restarts"] == 0, "a pause is no restart"
 
 
+@pytest.mark.slow
 def test_a_second_process_is_told_who_holds_the_run(runs: Runs) -> None:
     first = runs.start("steps=10000")
     until(runs.trainers, "the trainer runs")
@@ -251,6 +254,7 @@ def test_a_second_process_is_told_who_holds_the_run(runs: Runs) -> None:
     assert len(runs.trainers()) == 1
 
 
+@pytest.mark.slow
 def test_trainers_checkpoint_when_their_parent_is_killed_and_nobody_enters_before(
     runs: Runs,
 ) -> None:
@@ -266,6 +270,7 @@ def test_trainers_checkpoint_when_their_parent_is_killed_and_nobody_enters_befor
     assert any(f"from step {left}" in log for log in runs.logs().values())
 
 
+@pytest.mark.slow
 def test_a_divergence_that_nobody_watched_halts_the_run_at_the_next_start(runs: Runs) -> None:
     runs.fault(NAN_STEP="30", IGNORE_SIGTERM="1")
     process = runs.start("steps=100")
@@ -279,6 +284,7 @@ def test_a_divergence_that_nobody_watched_halts_the_run_at_the_next_start(runs: 
     assert set(runs.logs()) == {"1-0-0"}
 
 
+@pytest.mark.slow
 def test_a_second_control_c_kills_a_trainer_that_will_not_leave(runs: Runs) -> None:
     runs.spec["template"]["terminationGracePeriodSeconds"] = 600
     runs.fault(IGNORE_SIGTERM="1")
@@ -292,6 +298,7 @@ def test_a_second_control_c_kills_a_trainer_that_will_not_leave(runs: Runs) -> N
     assert runs.trainers() == []
 
 
+@pytest.mark.slow
 def test_grace_ends_in_a_kill(runs: Runs) -> None:
     runs.spec["template"]["terminationGracePeriodSeconds"] = 1
     runs.fault(IGNORE_SIGTERM="1")
@@ -353,6 +360,7 @@ def test_a_terminal_shows_one_live_row_in_colour(runs: Runs) -> None:
     assert b"Complete at step 20" in shown
 
 
+@pytest.mark.slow
 def test_an_object_for_tpus_runs_as_one_process(runs: Runs) -> None:
     del runs.spec["cpu"]
     runs.spec["tpu"] = {"accelerator": "tpu-v5p-slice", "topology": "2x2x4"}

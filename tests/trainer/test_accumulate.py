@@ -27,6 +27,7 @@ def test_512_micro_batches_in_bfloat16_sum_without_stalling() -> None:
     assert float(stalled) == 256.0  # what a bfloat16 carry would have given
 
 
+@pytest.mark.slow
 def test_512_micro_batches_of_a_bfloat16_model_equal_one_of_all_rows(
     product: Any, toy: Any, step_config: Any, maxtext: Any
 ) -> None:

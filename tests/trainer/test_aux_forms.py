@@ -251,6 +251,7 @@ def test_a_form_that_the_model_does_not_measure_is_refused(
 COEFFICIENTS = st.sampled_from((1.0, 0.01, 0.0, 3.0))
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     micro=st.sampled_from((1, 2, 4)),

@@ -170,6 +170,7 @@ def test_a_damaged_entry_is_built_again_with_a_warning(
     assert [path.name for path in tmp_path.iterdir()] == [entry.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", [False, True])
 def test_many_processes_may_build_the_same_entries(damaged: bool, tmp_path: Path) -> None:
     data = settings(tmp_path)

@@ -126,6 +126,7 @@ def assert_equal(found: Any, expected: Any) -> None:
             assert error <= tolerance * scale, (jax.tree_util.keystr(path), error, scale)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=4, derandomize=True)
 @given(texts=documents())
 def test_packed_documents_equal_documents_in_rows_of_their_own(step: Any, texts: Any) -> None:
@@ -134,6 +135,7 @@ def test_packed_documents_equal_documents_in_rows_of_their_own(step: Any, texts:
     assert_equal(step(packed), step(lay_out([[first], [second], [third], [fourth]])))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=4, derandomize=True)
 @given(texts=documents(), order=st.permutations(range(4)))
 def test_the_order_of_documents_changes_nothing(step: Any, texts: Any, order: list[int]) -> None:
@@ -142,6 +144,7 @@ def test_the_order_of_documents_changes_nothing(step: Any, texts: Any, order: li
     assert_equal(step(lay_out([[b], [], [a], [d, c]])), step(first))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=4, derandomize=True)
 @given(texts=documents(), order=st.permutations(range(ROWS)), noise=st.integers(1, 9))
 def test_the_order_of_rows_and_what_padding_holds_change_nothing(

@@ -86,6 +86,7 @@ def test_ling2_tiny_has_all_four_kinds_of_layer() -> None:
     assert len(shapes["mtp"]) == 1
 
 
+@pytest.mark.slow
 def test_every_parameter_of_ling2_tiny_gets_a_gradient() -> None:
     tiny = config()
     params = draw(tiny)
@@ -131,6 +132,7 @@ def test_layers_divide_into_prefix_groups_and_tail(
     assert (layout.prefix, layout.groups, layout.tail) == expected
 
 
+@pytest.mark.slow
 def test_initial_values_depend_on_the_seed_and_not_on_scan_layers() -> None:
     small = config(num_hidden_layers=2, first_k_dense_replace=0, num_nextn_predict_layers=0)
 
@@ -190,6 +192,7 @@ def test_no_token_sees_a_later_one() -> None:
     np.testing.assert_array_equal(a.hidden[1], b.hidden[1])
 
 
+@pytest.mark.slow
 def test_loss_groups_are_blocks_of_rows() -> None:
     tiny = config(num_hidden_layers=2, first_k_dense_replace=0)
     params = draw(tiny)
@@ -206,6 +209,7 @@ def test_loss_groups_are_blocks_of_rows() -> None:
         run(tiny, params, batch_of(ids), loss_groups=3)
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_stays_near_float32_and_returns_float32() -> None:
     tiny = config()
     params = draw(tiny)
