@@ -7,7 +7,7 @@ the one that spec.watch gives: JobSets that others launched have no label of our
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ling_operator.api import GROUP, PLURAL, VERSION
@@ -16,7 +16,7 @@ from ling_operator.reflector import Change, Key, Reflector
 from ling_operator.reflectors import Path, Reflectors
 from ling_operator.rest import JsonObject, RestClient
 from ling_operator.run_view import RunView, view_run
-from ling_operator.scrape import ScrapeTarget
+from ling_operator.scrape_jobs import ScrapeJob, build_scrape_job
 from ling_operator.views import JOB_SET_NAME_LABEL, JobSetView, PodView, view_jobset, view_pod
 from ling_operator.watch_index import WatchIndex
 from ling_operator.workload import KUEUE_GROUP, WorkloadView, view_workload
@@ -30,22 +30,6 @@ def collection(group_version: str, plural: str, namespace: str | None) -> str:
     """Return the path of a kind's objects: of a namespace, or of all for None."""
     root = "/api/v1" if group_version == "v1" else f"/apis/{group_version}"
     return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScrapeJob:
-    """One pod of a run whose metrics can be read now.
-
-    Attributes:
-      host: name of its node, else of the pod.
-      container: of the trainer's on that host, from 0.
-    """
-
-    key: Key
-    interval_seconds: float
-    target: ScrapeTarget
-    host: str
-    container: int = 0
 
 
 class Caches:
@@ -168,7 +152,8 @@ class Caches:
         pod = scrape_target(view.run, tuple(pods.values()))
         if pod is None:
             return None
-        return _scrape_job(key, pod, self.scrape_seconds(key), metrics_port_of(view.run, pod))
+        port = metrics_port_of(view.run, pod)
+        return build_scrape_job(key, pod, interval_seconds=self.scrape_seconds(key), port=port)
 
     def heartbeat_jobs(self, key: Key, interval_seconds: float) -> tuple[ScrapeJob, ...]:
         """Say where to read the heartbeats of a run's hosts; none for a run of one process."""
@@ -177,7 +162,13 @@ class Caches:
             return ()
         targets = heartbeat_targets(view.run, tuple(pods.values()))
         jobs = (
-            _scrape_job(key, pod, interval_seconds, metrics_port_of(view.run, pod), container)
+            build_scrape_job(
+                key,
+                pod,
+                interval_seconds=interval_seconds,
+                port=metrics_port_of(view.run, pod),
+                container=container,
+            )
             for pod in targets
             for container in range(pod.containers)
         )
@@ -280,26 +271,6 @@ class Caches:
         if len(gone) > _GONE_PODS_KEPT:
             least = next((u for u, p in gone.items() if not p.diverged), pod.uid)
             del gone[least]
-
-
-def _scrape_job(
-    key: Key, pod: PodView, interval_seconds: float, port: int, container: int = 0
-) -> ScrapeJob | None:
-    if pod.ip is None or not port:
-        return None
-    target = ScrapeTarget(
-        ip=pod.ip,
-        port=port + container,
-        pod_uid=pod.uid,
-        host_network=pod.host_network,
-    )
-    return ScrapeJob(
-        key=key,
-        interval_seconds=interval_seconds,
-        target=target,
-        host=pod.host or pod.name,
-        container=container,
-    )
 
 
 def _jobset_name(item: JsonObject) -> str:

@@ -6,12 +6,13 @@ import random
 import time
 from typing import Never
 
-from ling_operator.caches import Caches, ScrapeJob
+from ling_operator.caches import Caches
 from ling_operator.cluster import Cluster
 from ling_operator.reconcile import reconcile
 from ling_operator.reflector import Key
 from ling_operator.rest import ApiError
 from ling_operator.scrape import ScrapeFailure, ScrapeSession, scrape
+from ling_operator.scrape_jobs import ScrapeJob
 from ling_operator.telemetry import Telemetry
 from ling_operator.verdict import HealthSample, Heartbeat
 from ling_operator.workqueue import WorkQueue
