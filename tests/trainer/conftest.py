@@ -3,9 +3,13 @@
 A test that takes `package` can be run against a mutated copy of the product: see test_mutants.py.
 """
 
+import gc
 import importlib
 import json
-from collections.abc import Callable
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,3 +227,19 @@ def alone(toy_gradients: Any) -> Callable[..., Any]:
         return [toy_gradients("ling_trainer", segments, r, micro=1, **loss) for r in rows]
 
     return run
+
+
+@pytest.fixture
+def no_thread_and_no_process_is_left() -> Iterator[None]:
+    """Fail where a loader's threads or worker processes outlive the test."""
+    yield
+    # Python 3.12.1 warns where semaphores of workers are collected while new ones are made.
+    gc.collect()
+    left: list[str] = []
+    for _ in range(200):
+        left = [t.name for t in threading.enumerate() if "prefetch" in t.name]
+        left += [p.name for p in multiprocessing.active_children()]
+        if not left:
+            return
+        time.sleep(0.05)
+    raise AssertionError(left)

@@ -1,26 +1,23 @@
 """Data on gs://, read from a real server through a proxy that breaks what passes it."""
 
-import http.client
 import logging
 import os
 import re
-import socket
 import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage as google_storage
 
+from breaking_proxy import Fault, Proxy, QuietServer, handler
 from ling_trainer.data.gcs import Storage
 from ling_trainer.data.index_file import DataError, StorageError
 from ling_trainer.data.indexed import IndexedDataset
@@ -32,99 +29,8 @@ from ling_trainer.data.source import open_source
 from ling_trainer.data_config import DataConfig
 from ports import free_ports
 
-type Fault = Literal["503", "429", "reset", "truncate", "stall", "drip", "403"]
-
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
 PREFIX = "gs://data/sets/ds_a"
-
-
-@dataclass
-class Proxy:
-    """Hands requests on to the server, or does what `plan` says instead.
-
-    Attributes:
-      upstream: port of the server.
-      plan: asked with the number of each download and its path; a fault, or None.
-      bodies: bytes of each download that was handed on whole, by path.
-    """
-
-    upstream: int
-    plan: Callable[[int, str], Fault | None] = lambda _number, _path: None
-    downloads: int = 0
-    bodies: list[tuple[str, int]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    closing: threading.Event = field(default_factory=threading.Event)
-    url: str = ""
-
-    def fault(self, path: str) -> Fault | None:
-        with self.lock:
-            number, self.downloads = self.downloads, self.downloads + 1
-        return self.plan(number, path)
-
-    def fetched(self, suffix: str) -> int:
-        with self.lock:
-            return sum(size for path, size in self.bodies if path.split("?")[0].endswith(suffix))
-
-
-def handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-            pass
-
-        def do_GET(self) -> None:
-            upstream = http.client.HTTPConnection("127.0.0.1", proxy.upstream, timeout=30)
-            headers = {k: v for k, v in self.headers.items() if k.lower() != "host"}
-            upstream.request("GET", self.path, headers=headers)
-            answer = upstream.getresponse()
-            body = answer.read()
-            upstream.close()
-            fault = proxy.fault(self.path) if "alt=media" in self.path else None
-            if fault in {"503", "429", "403"}:
-                self.send_error(int(fault))
-                return
-            if fault == "reset":
-                self.connection.shutdown(socket.SHUT_RDWR)
-                return
-            self.send_response(answer.status)
-            for key, value in answer.getheaders():
-                if key.lower() not in {"content-length", "transfer-encoding", "date", "server"}:
-                    self.send_header(key, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.send_body(body, fault)
-
-        def send_body(self, body: bytes, fault: Fault | None) -> None:
-            if fault is None:
-                if "alt=media" in self.path:
-                    with proxy.lock:
-                        proxy.bodies.append((self.path, len(body)))
-                self.wfile.write(body)
-                return
-            self.wfile.write(body[: len(body) // 2])
-            self.wfile.flush()
-            if fault == "stall":
-                proxy.closing.wait(60)
-            elif fault == "drip":
-                for i in range(len(body) // 2, len(body) - 1):
-                    if proxy.closing.wait(0.05):
-                        break
-                    try:
-                        self.wfile.write(body[i : i + 1])
-                        self.wfile.flush()
-                    except OSError:
-                        break
-            self.close_connection = True
-
-    return Handler
-
-
-class QuietServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that gave up is what the tests are about."""
 
 
 @pytest.fixture(scope="module")

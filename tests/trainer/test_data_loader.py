@@ -1,81 +1,22 @@
 """Global batches do not depend on who reads them, when, or after which restart."""
 
-import gc
 import json
-import multiprocessing
-import pickle
-import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ds_a_loader import BATCH, DATA, GOLDEN, STEPS, assert_equal, open_loader, process_rows
 from ling_trainer.batch import split_microbatches
-from ling_trainer.data.index_file import DataError
-from ling_trainer.data.loader import Loader, process_rows, sample_numbers
+from ling_trainer.data.loader import Loader, sample_numbers
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.packing import PackedBatch
-from ling_trainer.data.samples import Sample
-from ling_trainer.data.source import SampleSource, open_source
+from ling_trainer.data.source import open_source
 from ling_trainer.data_config import DataConfig
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "data"
+pytestmark = pytest.mark.usefixtures("no_thread_and_no_process_is_left")
 SAMPLER = json.loads((GOLDEN / "sampler.json").read_text())
-BATCH, STEPS = 12, 6
-DATA = DataConfig(
-    dataset_path=str(GOLDEN / "ds_a"),
-    split="1,0,0",
-    data_shuffle_seed=7,
-    max_target_length=32,
-    global_batch_size=BATCH,
-    eod_id=3,
-    pad_id=3,
-    eod_mask_loss=True,
-    reset_position_ids=True,
-)
-
-
-@pytest.fixture(autouse=True)
-def no_thread_and_no_process_is_left() -> Iterator[None]:
-    yield
-    # Python 3.12.1 warns where semaphores of workers are collected while new ones are made.
-    gc.collect()
-    left: list[str] = []
-    for _ in range(200):
-        left = [t.name for t in threading.enumerate() if "prefetch" in t.name]
-        left += [p.name for p in multiprocessing.active_children()]
-        if not left:
-            return
-        time.sleep(0.05)
-    raise AssertionError(left)
-
-
-def open_loader(
-    rows: range = range(BATCH),
-    *,
-    source: SampleSource | None = None,
-    data: DataConfig = DATA,
-    start_step: int = 0,
-    num_microbatches: int = 3,
-) -> Loader:
-    return Loader(
-        source or open_source(data, vocab_size=1000, order=SampleOrder((BATCH * STEPS,))),
-        data,
-        rows=rows,
-        global_batch_size=BATCH,
-        num_microbatches=num_microbatches,
-        start_step=start_step,
-        num_steps=STEPS,
-    )
-
-
-def assert_equal(ours: PackedBatch, theirs: PackedBatch) -> None:
-    for name, value in ours._asdict().items():
-        np.testing.assert_array_equal(value, getattr(theirs, name), err_msg=name)
 
 
 # Megatron's sampler.
@@ -195,20 +136,13 @@ def test_the_global_batch_does_not_depend_on_the_number_of_processes(
         whole = list(loader)
     parts: list[list[PackedBatch]] = []
     for process in range(process_count):
-        rows = process_rows(
-            global_batch_size=BATCH, process_index=process, process_count=process_count
-        )
+        rows = process_rows(BATCH, process=process, processes=process_count)
         with open_loader(rows, data=data) as loader:
             parts.append(list(loader))
     assert len(whole) == STEPS
     for step, batch in enumerate(whole):
         joined = [np.concatenate(field) for field in zip(*(p[step] for p in parts), strict=True)]
         assert_equal(PackedBatch(*joined), batch)
-
-
-def test_rows_that_do_not_divide_among_the_processes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"global_batch_size=12 is not a multiple of the 5 proc"):
-        process_rows(global_batch_size=12, process_index=0, process_count=5)
 
 
 def test_a_resumed_loader_goes_on_where_the_first_would_have() -> None:
@@ -232,7 +166,7 @@ def test_a_resume_on_another_number_of_hosts_goes_on_with_the_same_global_batche
         """Let every host read its rows, as a process of its own would."""
         parts: list[list[PackedBatch]] = []
         for host in range(hosts):
-            rows = process_rows(global_batch_size=BATCH, process_index=host, process_count=hosts)
+            rows = process_rows(BATCH, process=host, processes=hosts)
             with open_loader(rows, data=data, start_step=start) as loader:
                 parts.append([next(loader) for _ in range(stop - start)])
         steps = zip(*parts, strict=True)
@@ -242,109 +176,3 @@ def test_a_resume_on_another_number_of_hosts_goes_on_with_the_same_global_batche
     resumed = read(before, start=0, stop=2) + read(after, start=2, stop=STEPS)
     for ours, theirs in zip(resumed, whole, strict=True):
         assert_equal(ours, theirs)
-
-
-# Reading ahead.
-
-
-class CountingSource:
-    """Counts the samples that are read; fails, or waits, at one of them."""
-
-    def __init__(self, *, fails_at: int | None = None, waits_at: int | None = None) -> None:
-        self.reads = 0
-        self.fails_at = fails_at
-        self.waits_at = waits_at
-        self.waiting = threading.Event()
-        self.go_on = threading.Event()
-        self.has_read = threading.Condition()
-
-    @property
-    def content(self) -> tuple[str, ...]:
-        return ()
-
-    def read(self, i: int) -> Sample:
-        if i == self.fails_at:
-            raise DataError(f"sample {i} is bad")
-        if i == self.waits_at:
-            self.waiting.set()
-            assert self.go_on.wait(30)
-        with self.has_read:
-            self.reads += 1
-            self.has_read.notify_all()
-        none = np.empty(0, np.int64)
-        text = np.full(DATA.max_target_length + 1, i, np.int64)
-        return Sample(text, documents=none, offsets=none, lengths=none)
-
-
-def test_no_more_batches_are_read_ahead_than_asked_for() -> None:
-    source = CountingSource(waits_at=3 * BATCH)
-    data = DATA.model_copy(update={"prefetch": 3})
-    with open_loader(source=source, data=data) as loader:
-        with source.has_read:
-            assert source.has_read.wait_for(lambda: source.reads == 3 * BATCH, 30)
-        assert not source.waiting.wait(0.2)  # the fourth is not begun
-        next(loader)
-        assert source.waiting.wait(30)  # now it is
-        source.go_on.set()
-
-
-def test_an_error_comes_with_the_batch_that_needed_it() -> None:
-    with open_loader(source=CountingSource(fails_at=2 * BATCH)) as loader:
-        next(loader)
-        next(loader)
-        for _ in range(2):
-            with pytest.raises(DataError, match="sample 24 is bad"):
-                next(loader)
-
-
-def test_a_loader_ends_after_the_last_step_and_stays_ended() -> None:
-    with open_loader(start_step=STEPS - 1) as loader:
-        next(loader)
-        assert next(loader, None) is None
-        assert next(loader, None) is None
-
-
-def test_closing_stops_reading_and_can_be_repeated() -> None:
-    source = CountingSource()
-    loader = open_loader(source=source)
-    with source.has_read:
-        assert source.has_read.wait_for(lambda: source.reads == DATA.prefetch * BATCH, 30)
-    loader.close()
-    loader.close()
-    assert source.reads == DATA.prefetch * BATCH
-    assert next(loader, None) is None
-
-
-# Other processes.
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_worker_processes_read_the_same_batches(workers: int) -> None:
-    with open_loader(start_step=1) as loader:
-        expected = list(loader)
-    data = DATA.model_copy(update={"grain_worker_count": workers})
-    with open_loader(data=data, start_step=1) as loader:
-        batches = list(loader)
-    assert len(batches) == STEPS - 1
-    for ours, theirs in zip(batches, expected, strict=True):
-        assert_equal(ours, theirs)
-
-
-def test_an_error_of_a_worker_process_is_the_same_error() -> None:
-    data = DATA.model_copy(update={"grain_worker_count": 1})
-    source = open_source(DATA, vocab_size=900, order=SampleOrder((BATCH * STEPS,)))
-    with (
-        open_loader(source=source, data=data) as loader,
-        pytest.raises(DataError, match=r"set model\.vocab_size to the tokenizer's"),
-    ):
-        list(loader)
-
-
-def test_a_source_is_pickled_as_what_it_was_opened_from() -> None:
-    source = open_source(DATA, vocab_size=1000, order=SampleOrder((50, 30)))
-    pickled = pickle.dumps(source)
-    assert len(pickled) < 5000
-    copy = pickle.loads(pickled)
-    assert copy.content == source.content
-    for i in range(80):
-        np.testing.assert_array_equal(copy.read(i).text, source.read(i).text)

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+from ds_a_loader import process_rows
 from ling_trainer.batch import Batch
 from ling_trainer.config import RunConfig
-from ling_trainer.data.loader import process_rows, read_batches, sample_numbers
+from ling_trainer.data.loader import read_batches, sample_numbers
 from ling_trainer.data.order import SampleOrder
 from ling_trainer.data.packing import PackedBatch
 from ling_trainer.data.show import open_samples
@@ -228,11 +229,11 @@ def test_a_run_resumed_while_it_ramps_up_reads_the_same_batches(
 
 
 def test_each_process_reads_its_own_rows_of_every_batch_size(whole: Any) -> None:
-    def rows_of(size: int, process: int) -> range:
-        return process_rows(global_batch_size=size, process_index=process, process_count=2)
-
     parts = [
-        read(sizes_of(RAMP), rows_of=functools.partial(rows_of, process=process))
+        read(
+            sizes_of(RAMP),
+            rows_of=functools.partial(process_rows, process=process, processes=2),
+        )
         for process in (0, 1)
     ]
     for batch, first, second in zip(whole, *parts, strict=True):

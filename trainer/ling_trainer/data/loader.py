@@ -19,21 +19,6 @@ from ling_trainer.data_config import DataConfig
 from ling_trainer.ramp_up import BatchSizes
 
 
-def process_rows(*, global_batch_size: int, process_index: int, process_count: int) -> range:
-    """Give each process its block of consecutive rows of the global batch.
-
-    Raises:
-      ValueError: process_count does not divide global_batch_size.
-    """
-    if global_batch_size % process_count:
-        raise ValueError(
-            f"data.global_batch_size={global_batch_size} is not a multiple of the {process_count} "
-            "processes; choose a multiple"
-        )
-    rows = global_batch_size // process_count
-    return range(process_index * rows, (process_index + 1) * rows)
-
-
 def sample_numbers(
     step: int,
     rows: Sequence[int],
