@@ -6,6 +6,7 @@ writes an entry in place, so a process that is killed leaves half of one. A sess
 in a folder of its own, which begins as a copy of what is kept, and only a green one adds to that.
 """
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -16,7 +17,7 @@ import pytest
 
 from lingcluster.build import cache_root
 
-LARGEST = 512 * 2**20  # bytes kept; then all begins anew
+LARGEST = 512 * 2**20  # bytes; a session that ends with more leaves nothing to the next
 _OWN = pytest.StashKey[Path]()
 
 
@@ -44,11 +45,10 @@ def kept_programs(
 
     if jax.config.jax_compilation_cache_dir:
         return {}
-    kept, own = kept_folder(), tmp_path_factory.mktemp("xla") / "programs"
-    if kept.exists() and sum(entry.stat().st_size for entry in kept.iterdir()) > LARGEST:
-        shutil.rmtree(kept)
-    kept.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(kept, own)
+    own = tmp_path_factory.mktemp("xla")
+    for entry in kept_folder().glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):  # another session begins anew
+            shutil.copyfile(entry, own / entry.name)
     settings = {
         "jax_compilation_cache_dir": str(own),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -62,11 +62,22 @@ def kept_programs(
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Keep what a green session compiled; an entry appears whole or not at all."""
+    """Keep what a green session compiled; what cannot be kept is compiled again."""
     own = session.config.stash.get(_OWN, None)
-    if own is None or exitstatus != pytest.ExitCode.OK:
+    if own is None:
         return
-    kept = kept_folder()
+    if exitstatus == pytest.ExitCode.OK:
+        with contextlib.suppress(OSError):
+            keep(own, kept_folder())
+    shutil.rmtree(own, ignore_errors=True)
+
+
+def keep(own: Path, kept: Path) -> None:
+    """Add to what is kept; an entry appears whole or not at all."""
+    if sum(entry.stat().st_size for entry in own.iterdir()) > LARGEST:
+        shutil.rmtree(kept)
+        return
+    kept.mkdir(parents=True, exist_ok=True)
     for entry in own.iterdir():
         if not (kept / entry.name).exists():
             half = kept / f".{os.getpid()}"

@@ -86,6 +86,7 @@ def test_closing_stops_reading_and_can_be_repeated() -> None:
 # Other processes.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_worker_processes_read_the_same_batches(workers: int) -> None:
     with open_loader(start_step=1) as loader:
@@ -98,6 +99,7 @@ def test_worker_processes_read_the_same_batches(workers: int) -> None:
         assert_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_worker_process_is_the_same_error() -> None:
     data = DATA.model_copy(update={"grain_worker_count": 1})
     source = open_source(DATA, vocab_size=900, order=SampleOrder((BATCH * STEPS,)))

@@ -248,6 +248,7 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_runs_newest_checkpoint_is_computed_as_the_run_does(
     golden: SimpleNamespace,
     forward: Callable[..., Any],

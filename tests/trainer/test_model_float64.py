@@ -156,6 +156,7 @@ def case(request: pytest.FixtureRequest) -> SimpleNamespace:
     return case
 
 
+@pytest.mark.slow
 def test_logits_of_every_depth_equal_the_float64_reference(case: SimpleNamespace) -> None:
     real = case.batch.segment_ids != 0
     assert len(case.logits) == len(case.expected.logits) == len(case.directions)
@@ -164,12 +165,14 @@ def test_logits_of_every_depth_equal_the_float64_reference(case: SimpleNamespace
         assert np.abs(found - expected)[real].max() <= 2e-5 * max(scale, 1.0)
 
 
+@pytest.mark.slow
 def test_router_statistics_equal_the_float64_reference(case: SimpleNamespace) -> None:
     np.testing.assert_array_equal(case.router.expert_counts, case.expected.counts)
     np.testing.assert_allclose(case.router.aux[0], case.expected.aux, rtol=1e-5)
     np.testing.assert_allclose(case.router.z[0], case.expected.z, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradient_equals_central_differences_of_the_float64_reference(
     case: SimpleNamespace,
 ) -> None:
@@ -196,6 +199,7 @@ def test_gradient_equals_central_differences_of_the_float64_reference(
         assert abs(gradient - difference) <= 2e-4 * np.sqrt(len(names)), (gradient, difference)
 
 
+@pytest.mark.slow
 def test_scanning_and_rematerialisation_do_not_change_the_result() -> None:
     change = {"num_hidden_layers": 6, "num_nextn_predict_layers": 0}  # two groups to scan
     case = make_case(DEEP | change, reset=True, mtp_roll="segment")
