@@ -52,11 +52,13 @@ def name(case: dict[str, Any]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in sizes if size > 1)
 
 
-def run(cases: list[dict[str, Any]], devices: int) -> list[dict[str, Any]]:
+def run(
+    cases: list[dict[str, Any]], devices: int, environ: dict[str, str]
+) -> list[dict[str, Any]]:
     flags = f"--xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [sys.executable, str(PROGRAM), json.dumps(cases)],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, **environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=False,
@@ -66,9 +68,11 @@ def run(cases: list[dict[str, Any]], devices: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
+def results(kept_programs: dict[str, str]) -> dict[str, Any]:
     # A mesh is partitioned and compiled on one core or so: two programs at a time.
-    shares = ((EIGHT[:7], 8), (EIGHT[7:], 8), (SIXTEEN, 16))
+    shares = [
+        (part, n, kept_programs) for part, n in ((EIGHT[:7], 8), (EIGHT[7:], 8), (SIXTEEN, 16))
+    ]
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(run, *zip(*shares, strict=True)))
     alone, *_, groups = found[0]
