@@ -21,7 +21,7 @@ from lingcluster.loopback import LoopbackBlock
 from lingcluster.operator_process import OperatorAddresses, OperatorProcess
 from lingcluster.processes import Session
 from lingcluster.story import Story
-from lingcluster.training_runs import TrainingRuns
+from lingcluster.training_runs import GROUP, TrainingRuns
 from lingcluster.workloads import SHELL_IMAGE
 
 OLDER_CHART = Path(__file__).parents[1] / "chart" / "older" / "ling-operator"
@@ -172,12 +172,16 @@ def leads(operator: OperatorProcess) -> bool:
     return "ling_operator_leading 1.0" in page and any(not p.endswith(" 0.0") for p in passes)
 
 
+def asked(audit_log: AuditLog, namespace: str) -> list[AuditRecord]:
+    """Return what the account of the release in a namespace asked for."""
+    return audit_log.records(user=f"system:serviceaccount:{namespace}:{NAME}")
+
+
 def refusals(audit_log: AuditLog, namespace: str) -> list[AuditRecord]:
     """Return what the release's account asked for in vain; other tests' namespaces apart."""
-    user = f"system:serviceaccount:{namespace}:{NAME}"
     return [
         record
-        for record in audit_log.records(user=user)
+        for record in asked(audit_log, namespace)
         if record.code in {401, 403} and record.namespace in {"", namespace}
     ]
 
@@ -214,7 +218,7 @@ def test_a_run_lives_through_install_upgrade_rollback_and_uninstall(
     program = tmp_path / "newer_rendering.py"
     program.write_text(NEWER_RENDERING)
     second = start(program)
-    assert first.stop() == 0
+    assert first.stop(grace=30) == 0
     wait_for("the new operator to lead", lambda: leads(second))
     shown = runs.wait_step("lives", 1)
     runs.wait_step("lives", shown + 20)  # it watches the run that the old one started
@@ -228,6 +232,8 @@ def test_a_run_lives_through_install_upgrade_rollback_and_uninstall(
     runs.wait_phase("diverges", "Complete")
     annotations = [pod["metadata"]["annotations"] for pod in runs.pods("diverges")]
     assert [each.get("example.com/rendering") for each in annotations] == ["newer", "newer"]
+    # A namespace that an earlier test left may be ending still.
+    wait_for("others' runs to be gone", lambda: len(client.items(f"{GROUP}/trainingruns")) == 2)
     printed = release("test", "--logs")
     assert "TrainingRuns are served: 2 in all namespaces" in printed
     assert refusals(after_upgrade, namespace) == []
@@ -239,7 +245,7 @@ def test_a_run_lives_through_install_upgrade_rollback_and_uninstall(
     assert schema(client.get(CRD)) == older
     assert untouched()
 
-    second.stop()
+    second.stop(grace=30)
     release("uninstall")
     assert client.get(CRD)["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     assert client.find(f"{RBAC}/clusterroles/{NAME}") is None
@@ -249,21 +255,35 @@ def test_a_run_lives_through_install_upgrade_rollback_and_uninstall(
     assert client.items(pods_path)
 
 
-def test_a_release_of_one_namespace_runs_it_with_rights_in_that_namespace_alone(
+def test_a_release_of_two_namespaces_looks_after_both_with_rights_in_them_alone(
     release: Release,
     runs: TrainingRuns,
+    make_namespace: Callable[[], str],
     start: Callable[..., OperatorProcess],
     scripted_run: Callable[..., Manifest],
     audit_log: AuditLog,
 ) -> None:
     client, namespace = runs.client, runs.namespace
-    one = f"watchNamespaces={{{namespace}}},crds.enabled=false,rbac.userRoles=false"
-    release("install", CHART, "--set", one)
+    second, elsewhere = (TrainingRuns(client, make_namespace()) for _ in range(2))
+    both = f"watchNamespaces={{{namespace},{second.namespace}}}"
+    release("install", CHART, "--set", f"{both},crds.enabled=false,rbac.userRoles=false")
     assert client.find(f"{RBAC}/clusterroles/{NAME}") is None
+    elsewhere.apply(scripted_run("untouched", steps=40))
     start()
-    runs.apply(scripted_run("good", steps=40))
-    runs.wait_phase("good", "Complete")
-    assert refusals(audit_log, namespace) == []
+    runs.apply(scripted_run("one", steps=40))
+    second.apply(scripted_run("two", steps=40))
+    runs.wait_phase("one", "Complete")
+    second.wait_phase("two", "Complete")
+    printed = release("test", "--logs")
+    for each in (runs, second):
+        assert f"TrainingRuns are served: 1 in {each.namespace}\n" in printed
+    assert elsewhere.status("untouched") == {}
+    assert client.items(elsewhere.jobsets) == []
+    records = asked(audit_log, namespace)
+    assert [record for record in records if record.code in {401, 403}] == []
+    # Discovery, which every user may read, has no resource.
+    watched = {record.namespace for record in records if record.resource}
+    assert watched == {namespace, second.namespace}
 
 
 def test_the_api_server_admits_the_operators_pod_where_pods_are_restricted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from lingcluster import operator_process
 from lingcluster.audit import AuditLog, AuditRecord
 from lingcluster.client import ApiError, KubeClient, Manifest, wait_for
 from lingcluster.control_plane import ControlPlane
+from lingcluster.installation import grant_role
 from lingcluster.kueue_controller import make_queue
-from lingcluster.operator_process import StartOperator
+from lingcluster.operator_process import OperatorProcess, StartOperator
 from lingcluster.rights import Right, cluster_role, limited, rights, without
 from lingcluster.training_runs import TrainingRuns
 
@@ -42,11 +44,11 @@ def test_runs_with_a_pause_a_second_attempt_and_a_queue_use_every_right_and_are_
     runs.edit("queued", suspend=True)
     runs.wait_phase("queued", "Suspended")
     runs.delete("queued")
-    runs.apply(scripted_run("good", steps=60))
+    runs.apply(scripted_run("good"))
     runs.wait_phase("good", "Running")
     runs.edit("good", suspend=True)
     runs.wait_phase("good", "Suspended")
-    runs.edit("good", suspend=False, attempt=2)
+    runs.edit("good", suspend=False, attempt=2, run={"steps": 20})
     run = runs.wait_phase("good", "Complete")
     assert run["status"]["attempt"] == 2
     wait_for(
@@ -75,9 +77,58 @@ def test_an_operator_that_may_not_list_pods_never_gets_ready_and_says_so(
     operator = start_operator(kubeconfig=kubeconfig, wait=False)
     runs.apply(scripted_run("good"))
     said = wait_for("its readiness", lambda: operator.unready('cannot list resource "pods"'))
-    assert said.startswith("not listed yet: pods (403 Forbidden: ")
+    assert said.startswith(f"not listed yet: pods in {namespace} (403 Forbidden: ")
     assert runs.client.items(runs.jobsets) == []
     assert operator.returncode is None
+
+
+def test_a_namespace_without_rights_is_named_and_no_other_waits_until_it_has_them(
+    control_plane: ControlPlane,
+    namespace: str,
+    make_namespace: Callable[[], str],
+    role: Manifest,
+    start_operator: StartOperator,
+    runs: TrainingRuns,
+    scripted_run: Callable[..., Manifest],
+    tmp_path: Path,
+) -> None:
+    client = control_plane.client
+    others = TrainingRuns(client, make_namespace())
+    accounts = f"/api/v1/namespaces/{namespace}/serviceaccounts"
+    client.create(accounts, {"metadata": {"name": "of-some"}})
+    user = f"system:serviceaccount:{namespace}:of-some"
+    grant_role(client, user, namespace, role["rules"])
+    identity = control_plane.service_account(namespace, "of-some")
+    operator = start_operator(
+        kubeconfig=identity.write_kubeconfig(tmp_path / "some.kubeconfig"),
+        namespaces=[others.namespace, namespace],
+        wait=False,
+    )
+    others.apply(scripted_run("later", steps=20))
+    runs.apply(scripted_run("good", steps=20))
+    runs.wait_phase("good", "Complete")
+    assert runs.condition("good", "Permitted") is None
+
+    said = wait_for("its readiness", lambda: operator.unready(f"workloads in {others.namespace}"))
+    assert said.startswith(f"not listed yet: trainingruns in {others.namespace} (403 Forbidden: ")
+    assert f"in {namespace} (" not in said
+    wait_for("its metrics", lambda: others.namespace in refused_namespaces(operator))
+    assert refused_namespaces(operator) == {others.namespace}
+    assert f'"namespace": "{others.namespace}"' in operator.log.read_text()
+    assert others.status("later") == {}
+    assert others.client.items(others.jobsets) == []
+
+    grant_role(client, user, others.namespace, role["rules"])
+    wait_for("its readiness", operator.is_ready, timeout=90)  # it asks every 30 s
+    others.wait_phase("later", "Complete")
+    assert refused_namespaces(operator) == set()
+    assert operator.returncode is None
+
+
+def refused_namespaces(operator: OperatorProcess) -> set[str]:
+    """Return the namespaces of which the metrics say that a watch is refused."""
+    series = r'^ling_operator_watch_refused\{kind="\w+",watched_namespace="([^"]*)"\} 1\.0$'
+    return set(re.findall(series, operator.metrics(), re.MULTILINE))
 
 
 @pytest.mark.parametrize(
