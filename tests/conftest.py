@@ -10,6 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 pytest_plugins = (
     "cluster_programs",
     "cluster_report",
+    "cluster_runs",
     "golden_table",
     "image_fixtures",
     "kept_programs",

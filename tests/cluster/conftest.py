@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lingcluster import kueue_controller, operator_process, sample_runs
+from lingcluster import kueue_controller, operator_process
 from lingcluster.apart import SideBySide
 from lingcluster.api_proxy import ApiProxy
 from lingcluster.audit import AuditLog
 from lingcluster.build import Programs
-from lingcluster.client import Manifest, wait_for
+from lingcluster.client import wait_for
 from lingcluster.container_setup import Timing
 from lingcluster.control_plane import ControlPlane
 from lingcluster.kubelet import ProcessKubelet
@@ -266,47 +262,3 @@ def side_by_side(
 def runs(control_plane: ControlPlane, namespace: str) -> TrainingRuns:
     """The TrainingRuns of the test's namespace."""
     return TrainingRuns(control_plane.client, namespace)
-
-
-@pytest.fixture
-def scripted_run(repository: Path, tmp_path: Path) -> Callable[..., Manifest]:
-    """`sample_runs.scripted_run` with the scripted trainer and a folder of the test's own."""
-    trainer = repository / "tests" / "operator" / "contract_trainer.py"
-    return functools.partial(
-        sample_runs.scripted_run, trainer=trainer, output=tmp_path / "scripted"
-    )
-
-
-@pytest.fixture(scope="session")
-def text_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a dataset of real text: sources of the Python standard library."""
-    prefix = tmp_path_factory.mktemp("data") / "stdlib"
-    sources = [json.__file__, *sorted(Path(json.__file__).parents[1].glob("t*.py"))]
-    program = [sys.executable, "-m", "ling_trainer", "data", "build"]
-    subprocess.run(
-        [*program, "--input", *map(str, sources), "--output", str(prefix)],
-        check=True,
-        capture_output=True,
-    )
-    return prefix
-
-
-@pytest.fixture(scope="session")
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """JAX's compilation cache, so that only the first trainer of a session compiles."""
-    own = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    return Path(own) if own else tmp_path_factory.mktemp("jax-cache")
-
-
-@pytest.fixture
-def real_run(
-    repository: Path, text_dataset: Path, compilation_cache: Path, tmp_path: Path
-) -> Callable[..., Manifest]:
-    """`sample_runs.small_real_run` on real text, with a folder of the test's own."""
-    return functools.partial(
-        sample_runs.small_real_run,
-        repository / "manifests" / "ling2-run.yaml",
-        dataset=text_dataset,
-        output=tmp_path / "real",
-        compilation_cache=compilation_cache,
-    )
