@@ -12,6 +12,9 @@ from typing import Any, cast
 
 REDACTED = "(redacted)"
 _ENV_NAME = re.compile(r"token|secret|passw|credential|key|auth", re.IGNORECASE)
+_WORD = r"'[^']*'|\"[^\"]*\"|[^\s'\";&|]+"
+_IN_COMMAND = re.compile(rf"(?<![\w.-])(?:([\w.-]+=)|(--?[\w.-]+(?:=|\s+)))({_WORD})")
+_IN_URL = re.compile(r"(\w://[^\s/:@]*:)([^\s/@]+)(?=@)")
 _FLAG = re.compile(r"^(-{0,2}[\w.-]+)=(.+)$", re.DOTALL)
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
 _SECRET_WORDS = frozenset({
@@ -41,8 +44,12 @@ def _clean(value: Any, found: set[str]) -> Any:
         fields = cast("Mapping[str, Any]", value)
         return {k: _field(k, v, fields, found) for k, v in fields.items() if k not in _DROPPED}
     if isinstance(value, list):
-        return [_clean(_argument(item, found), found) for item in cast("list[Any]", value)]
-    return value
+        items = cast("list[Any]", value)
+        return [
+            _clean(_argument(item, before, found), found)
+            for before, item in zip([None, *items], items, strict=False)
+        ]
+    return _in_url(value, found) if isinstance(value, str) else value
 
 
 def _field(key: str, value: Any, fields: Mapping[str, Any], found: set[str]) -> Any:
@@ -68,16 +75,40 @@ def _variable(name: str, value: str, found: set[str]) -> str:
             return json.dumps(_clean(json.loads(value), found))
         except ValueError:
             pass
-    return value
+    return _in_url(value, found)
 
 
-def _argument(item: Any, found: set[str]) -> Any:
-    """Hide the value of an argument name=value."""
-    flag = _FLAG.match(item) if isinstance(item, str) else None
-    if flag is None or not _says_secret(flag[1]):
+def _argument(item: Any, before: Any, found: set[str]) -> Any:
+    """Hide the value of name=value, of --name and then VALUE, and both in a shell's command."""
+    if not isinstance(item, str):
         return item
-    found.add(flag[2])
-    return f"{flag[1]}={REDACTED}"
+    if _awaits_secret(before) and not item.startswith("-"):
+        found.add(item)
+        return REDACTED
+    flag = _FLAG.match(item)
+    if flag is not None and _says_secret(flag[1]):
+        found.add(flag[2])
+        return f"{flag[1]}={REDACTED}"
+    return _IN_COMMAND.sub(lambda word: _hidden(word, found), item)
+
+
+def _awaits_secret(item: Any) -> bool:
+    is_flag = isinstance(item, str) and item.startswith("-") and _FLAG.match(item) is None
+    return is_flag and " " not in item and _says_secret(item)
+
+
+def _hidden(word: re.Match[str], found: set[str]) -> str:
+    name, value = word[1] or word[2], word[3].strip("'\"")
+    if not _says_secret(name) or value.startswith(("$", "-")):  # a reference is no secret
+        return word[0]
+    found.add(value)
+    return name + REDACTED
+
+
+def _in_url(text: str, found: set[str]) -> str:
+    """Hide the password of an address such as postgres://user:password@host."""
+    found.update(password for _, password in _IN_URL.findall(text))
+    return _IN_URL.sub(rf"\1{REDACTED}", text)
 
 
 def _says_secret(name: str) -> bool:

@@ -5,7 +5,7 @@ import codecs
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ling_operator import remote
 from ling_operator.api import ENDED
@@ -13,7 +13,7 @@ from ling_operator.listing import last_evidence
 from ling_operator.pod_logs import log_path
 from ling_operator.remote import NothingThereError
 from ling_operator.rest import ApiError, JsonObject, RestClient
-from ling_operator.views import PodView, view_pod
+from ling_operator.views import TRAINER_CONTAINER, PodView, view_pod
 
 _LOOK_SECONDS = 1.0
 _PATIENCE_SECONDS = 60.0  # an API server that is restarted is back by then
@@ -174,10 +174,21 @@ def _passes(error: ApiError) -> bool:
 
 
 def _newest(items: list[JsonObject]) -> list[PodView]:
-    """Return the pods of the newest restart of the newest attempt, in the processes' order."""
+    """Return the processes of the newest restart of the newest attempt, in their order.
+
+    Each is its pod with its own container: a host of tpu7x may run two.
+    """
     pods = [view_pod(item) for item in items]
     newest = max(map(_age, pods), default=None)
-    return sorted((pod for pod in pods if _age(pod) == newest), key=_place)
+    ordered = sorted((pod for pod in pods if _age(pod) == newest), key=_place)
+    return [process for pod in ordered for process in _processes(pod)]
+
+
+def _processes(pod: PodView) -> list[PodView]:
+    if pod.containers == 1:
+        return [pod]
+    names = (f"{TRAINER_CONTAINER}-{index + 1}" for index in range(pod.containers))
+    return [replace(pod, container=name) for name in names]
 
 
 def _wanted(target: Target, pods: list[PodView]) -> tuple[int, ...]:

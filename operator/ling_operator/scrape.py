@@ -33,10 +33,16 @@ _READ = frozenset(
         series.LAST_STEP_TIMESTAMP, series.TOKENS_PER_SECOND, series.HEARTBEAT, series.RUN_INFO,
     )
 )  # fmt: skip
-_NAME = re.compile(rf"{series.PREFIX}\w*", re.ASCII)
-_LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"(?:,|$)', re.ASCII)
-_VALUE = re.compile(r"[ \t]+([-+.0-9a-zA-Z]+)(?:[ \t]+-?[0-9]+)?[ \t]*", re.ASCII)
-_LABELS = re.compile(r'\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}')
+# Blanks may stand between any two tokens; a page in OpenMetrics, for which nobody asked, has
+# timestamps with fractions, and exemplars.
+_NAME = re.compile(rf"[ \t]*({series.PREFIX}\w*)", re.ASCII)
+_LABEL = re.compile(
+    r'[ \t]*([a-zA-Z_]\w*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"[ \t]*(?:,[ \t]*|$)', re.ASCII
+)
+_VALUE = re.compile(
+    r"[ \t]+([-+.0-9a-zA-Z]+)(?:[ \t]+-?[0-9]+(?:\.[0-9]+)?)?[ \t]*(?:#.*)?", re.ASCII
+)
+_LABELS = re.compile(r'[ \t]*\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}')
 _ESCAPED = re.compile(r"\\(.)")
 
 
@@ -183,13 +189,13 @@ def _lines(page: str) -> Iterator[tuple[str, str, float]]:
     """
     for line in page.split("\n"):
         name = _NAME.match(line)
-        if name is None or name[0] not in _READ:
+        if name is None or name[1] not in _READ:
             continue
         labels = _LABELS.match(line, name.end())
         value = _VALUE.fullmatch(line, labels.end() if labels else name.end())
         if value is None:
             raise ValueError(f"{line[:200]!r} is no sample")
-        yield name[0], labels[1] if labels else "", float(value[1])
+        yield name[1], labels[1] if labels else "", float(value[1])
 
 
 def _parse_labels(text: str) -> dict[str, str]:

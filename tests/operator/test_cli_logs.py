@@ -37,6 +37,24 @@ def test_a_log_that_is_no_utf_8_is_printed_all_the_same(
     assert "container=jax-tpu&tailLines=7" in server.asked[-1]
 
 
+def test_of_a_host_with_two_containers_each_is_a_process(
+    ling: Callable[..., tuple[int, str, str]], server: Server
+) -> None:
+    """As on tpu7x with parallelContainers: 2: host 1 runs processes 2 and 3."""
+    hosts = [pod("p0"), pod("p1")]
+    for index, host in enumerate(hosts):
+        host["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = str(index)
+        host["spec"]["containers"] = [{"name": "jax-tpu-1"}, {"name": "jax-tpu-2"}]
+        server.say(f"{PODS}/ling2-slice-job-0-0-p{index}/log", (200, f"host {index}\n"))
+    server.say(f"{RUNS}/ling2", (200, run()))
+    server.say(PODS, (200, {"items": hosts}))
+    assert ling("logs", "ling2", "--process", "3")[1] == "host 1\n"
+    assert server.asked[-1] == f"{PODS}/ling2-slice-job-0-0-p1/log?container=jax-tpu-2"
+    code, out, _ = ling("logs", "ling2", "--all")
+    assert (code, out) == (0, "[0] host 0\n[1] host 0\n[2] host 1\n[3] host 1\n")
+    assert "has 4 processes" in ling("logs", "ling2", "--process", "4")[2]
+
+
 def test_following_goes_on_after_a_cut_and_ends_with_the_run(
     ling: Callable[..., tuple[int, str, str]], server: Server
 ) -> None:

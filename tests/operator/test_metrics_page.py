@@ -149,7 +149,21 @@ def test_a_line_that_is_no_sample_spoils_the_page(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["ling_step 3", "ling_step\t3 1700000000", "ling_step{} 3.0 ", 'ling_step{a="}",} 3']
+    "line",
+    [
+        "ling_step 3",
+        "ling_step\t3 1700000000",
+        "ling_step{} 3.0 ",
+        'ling_step{a="}",} 3',
+        "  ling_step 3",
+        'ling_step {a="x", b="y"} 3',
+        'ling_step{a="x"} 3 1700000000.123 # {trace="1"} 0.5',
+    ],
 )
 def test_the_formats_freedoms_are_understood(line: str) -> None:
     assert sample_of(line + "\n").step == 3
+
+
+def test_labels_may_have_blanks_around_them() -> None:
+    page = 'ling_nonfinite_steps_total { kind = "nan", signal = "NonFiniteLoss" , } 2\n'
+    assert sample_of(page).nonfinite_steps == ((("nan", "NonFiniteLoss"), 2),)

@@ -63,6 +63,34 @@ def test_settings_inside_a_variable_and_arguments_are_looked_into() -> None:
     assert clean["args"] == [f"--hub-token={REDACTED}", "steps=3", f"api_key={REDACTED}"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "clean"),
+    [
+        (
+            ["--hub-token", "hub-token-1", "--steps", "3"],
+            ["--hub-token", REDACTED, "--steps", "3"],
+        ),
+        (["--token", "--steps"], ["--token", "--steps"]),
+        (
+            ["-c", "export HF_TOKEN=hub-token-1; python train.py --api-key 'ab cd ef' --steps 3"],
+            ["-c", f"export HF_TOKEN={REDACTED}; python train.py --api-key {REDACTED} --steps 3"],
+        ),
+        (["-c", 'set -e; HF_TOKEN="$(cat /t)" run --tokenizer a'],) * 2,
+        (["db=postgres://ann:s3cr3t-1@db/x"], [f"db=postgres://ann:{REDACTED}@db/x"]),
+    ],
+)
+def test_secrets_of_a_command_line_are_hidden(arguments: list[str], clean: list[str]) -> None:
+    assert redact({"args": arguments})[0]["args"] == clean
+    _, secrets = redact({"command": arguments})
+    assert not any(secret in hide(" ".join(arguments), secrets) for secret in secrets)
+
+
+def test_a_password_in_an_address_is_hidden() -> None:
+    clean, secrets = redact({"env": [variable("PROXY", "http://ann:s3cr3t-1@proxy:3128")]})
+    assert clean["env"][0]["value"] == f"http://ann:{REDACTED}@proxy:3128"
+    assert secrets == {"s3cr3t-1"}
+
+
 def test_a_reference_to_a_secret_stays_and_short_values_are_not_hunted_for() -> None:
     source = {"secretKeyRef": {"name": "hf", "key": "token"}}
     clean, secrets = redact({"env": [{"name": "HF_TOKEN", "valueFrom": source}]})
