@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lingcluster.client import Manifest, find_condition, wait_for
+from lingcluster.client import Manifest, find_condition, load_manifests, wait_for
 from lingcluster.control_plane import ControlPlane
 from lingcluster.fault_table import FaultTable
 from lingcluster.kubelet import ProcessKubelet
@@ -206,3 +207,24 @@ def test_a_run_that_is_deleted_while_it_waits_leaves_nothing_in_the_queue(
         "the Workload of the deleted run to go",
         lambda: len(runs.client.items(workloads)) == 1,
     )
+
+
+def test_the_queue_of_the_install_guide_admits_a_run_on_its_slice(
+    runs: TrainingRuns,
+    start_operator: StartOperator,
+    control_plane: ControlPlane,
+    repository: Path,
+    tmp_path: Path,
+) -> None:
+    """The objects as they stand in docs/install.md, and the sample they are for."""
+    guide = (repository / "docs" / "install.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    (objects,) = (block for block in blocks if "kind: ClusterQueue" in block)
+    file = tmp_path / "queue.yaml"
+    file.write_text(objects.replace("NAMESPACE", runs.namespace))
+    control_plane.kubectl("apply", "-f", str(file))
+    start_operator()
+    (run,) = load_manifests(repository / "manifests" / "ling2-run-tpu-v5p.yaml")
+    run["spec"]["queue"] = "training"
+    runs.apply(run)
+    runs.wait_condition("ling2", "Admitted", "True", "Admitted")
