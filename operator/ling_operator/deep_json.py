@@ -7,6 +7,7 @@ from being listed.
 import json
 import sys
 from json import decoder, scanner
+from typing import Any
 
 _DEPTH = 40_000  # the API server stops at 10,000 levels; each takes two or three calls here
 
@@ -25,9 +26,11 @@ def loads(text: str | bytes) -> object:
 
 def _loads_slowly(text: str) -> object:
     """Parse with the parser that is written in Python: its depth is not bounded by C's stack."""
-    slow = json.JSONDecoder()
-    slow.parse_object, slow.parse_array = decoder.JSONObject, decoder.JSONArray
-    slow.scan_once = scanner.py_make_scanner(slow)
+    slow: Any = json.JSONDecoder()
+    parts: Any = decoder
+    scanners: Any = scanner  # the names used here are in no documentation
+    slow.parse_object, slow.parse_array = parts.JSONObject, parts.JSONArray
+    slow.scan_once = scanners.py_make_scanner(slow)
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(before + _DEPTH)
     try:
