@@ -35,7 +35,8 @@ def gang_run(scripted_run: Callable[..., Manifest]) -> Callable[..., Manifest]:
     [
         (1, 42, {}, [143, 42]),
         (0, 139, {}, [143, 139]),
-        (1, 42, {"IGNORE_SIGTERM": "1"}, [137, 42]),
+        # The evicted one's end is judged alone: 137 is in no rule, its condition is.
+        (1, 42, {"IGNORE_SIGTERM": "1", "LOST_PEER_SECONDS": "3"}, [137, 42]),
     ],
     ids=["peer_42", "peer_139", "killed_at_the_end_of_its_grace"],
 )

@@ -111,8 +111,8 @@ def test_xpks_commands_find_describe_wait_for_and_delete_a_run(
 ) -> None:
     start_operator()
     runs.apply(tpu_run("quick", steps=20))
-    runs.apply(tpu_run("long-run"))
     runs.wait_phase("quick", "Complete")
+    runs.apply(tpu_run("long-run"))  # the quota is for one: applied at once, it might come first
     runs.wait_phase("long-run", "Running")
     pods = runs.pods("long-run")
     assert [pod["spec"]["priority"] for pod in pods] == [PRIORITIES["high"]] * 4

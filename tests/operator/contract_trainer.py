@@ -4,7 +4,7 @@ The environment says what goes wrong: NAN_STEP (the loss is NaN from there on), 
 that file is there), EXIT (step:code, of process 0 and once a directory: a peer of which it is
 true too would do the same after the restart), STEP_SECONDS, IGNORE_SIGTERM, SIGTERM_SECONDS and
 SIGTERM_EXIT (how long it takes to end, and its code), LOST_PEER (its code when one of NUM_PEERS
-processes is gone that it has seen).
+processes is gone that it has seen) and LOST_PEER_SECONDS (how long it takes to notice).
 """
 
 import fcntl
@@ -79,6 +79,7 @@ def hold_hands(peers: int, code: int) -> None:
                     seen.add(peer)
                     continue
             if peer in seen:
+                time.sleep(float(os.environ.get("LOST_PEER_SECONDS", "0")))
                 print(f"peer {peer} is gone", flush=True)
                 saved.write_text(str(step))
                 os._exit(code)

@@ -142,7 +142,7 @@ class KubeClient:
                     self._connection.request(method, path, payload, headers)
                     response = self._connection.getresponse()
                     return response.status, response.read().decode()
-                except (http.client.RemoteDisconnected, ConnectionError, BrokenPipeError):
+                except (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError):
                     # A kept-alive connection that the server closed; once, on a new one.
                     self._connection.close()
                     if attempt == 2:
