@@ -16,10 +16,10 @@ import pytest
 from aiohttp import web
 from prometheus_client import generate_latest
 
+from api_stub import followed, served
 from ling_operator import reflector
 from ling_operator.app import _parse
 from ling_operator.caches import Caches
-from ling_operator.connection import Connection
 from ling_operator.rest import RestClient
 from ling_operator.telemetry import Telemetry
 from ling_operator.workqueue import WorkQueue
@@ -88,26 +88,12 @@ class World:
 
 @asynccontextmanager
 async def watching(api: ApiStub, namespaces: Sequence[str]) -> AsyncGenerator[World]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", api.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    connection = Connection(server=server, tls=None, authorization=lambda: None)
-    async with RestClient(connection) as client:
+    async with served(api.answer) as client:
         woken: list[Key] = []
         caches = Caches(client, namespaces=namespaces, wake=woken.append)
         queue: WorkQueue[Key] = WorkQueue()
-        tasks = [asyncio.create_task(each.run()) for each in caches.reflectors]
-        try:
+        async with followed(caches):
             yield World(api, client, caches, Telemetry(queue, caches), woken)
-        finally:
-            assert not any(task.done() for task in tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await runner.cleanup()
 
 
 def run_in(scene: Any, namespace: str, name: str) -> dict[str, Any]:

@@ -5,8 +5,8 @@ The real one is under tests/cluster.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,32 +100,49 @@ class World:
 
 
 @asynccontextmanager
-async def world(scene: Any, *, watching: bool = False, **lists: Any) -> AsyncGenerator[World]:
-    api = ApiStub()
-    paths = {"runs": RUNS, "jobsets": JOBSETS, "pods": PODS, "workloads": WORKLOADS}
-    api.lists = {paths[kind]: items for kind, items in lists.items()}
+async def served(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> AsyncGenerator[RestClient]:
+    """Serve a stub's answers; yield a client of it."""
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", api.answer)
+    app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     server = f"http://127.0.0.1:{runner.addresses[0][1]}"
     connection = Connection(server=server, tls=None, authorization=lambda: None)
-    tasks: list[asyncio.Task[None]] = []
     async with RestClient(connection) as client:
+        try:
+            yield client
+        finally:
+            await runner.cleanup()
+
+
+@asynccontextmanager
+async def followed(caches: Caches) -> AsyncGenerator[None]:
+    """Run every reflector; none may have ended by itself."""
+    tasks = [asyncio.create_task(each.run()) for each in caches.reflectors]
+    try:
+        yield
+    finally:
+        assert not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def world(scene: Any, *, watching: bool = False, **lists: Any) -> AsyncGenerator[World]:
+    api = ApiStub()
+    paths = {"runs": RUNS, "jobsets": JOBSETS, "pods": PODS, "workloads": WORKLOADS}
+    api.lists = {paths[kind]: items for kind, items in lists.items()}
+    async with served(api.answer) as client:
         woken: list[tuple[str, str]] = []
         caches = Caches(client, namespaces=["team"], wake=woken.append)
-        if watching:
-            tasks = [asyncio.create_task(r.run()) for r in caches.reflectors]
-            await asyncio.wait_for(caches.synced(), 10)
-        try:
+        async with followed(caches) if watching else nullcontext():
+            if watching:
+                await asyncio.wait_for(caches.synced(), 10)
             yield World(api, Cluster(client, caches, now=lambda: scene.now), caches, woken)
-        finally:
-            assert not any(task.done() for task in tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await runner.cleanup()
 
 
 def stored_run(scene: Any, **status: Any) -> dict[str, Any]:
